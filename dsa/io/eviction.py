@@ -1,0 +1,270 @@
+"""Policy: which frames an arena gives up.
+
+Rows that a known batch touches go last, the one that is touched latest first (Belady's rule as far as one knows);
+before them go the rows that no known batch touches, the least frequent first. A row's frequency is a decayed count
+of its accesses, kept as its logarithm in one byte, for rows without a frame as well: so a row that comes back is
+known for what it is, and decay, which multiplies every count by the same factor, subtracts one from every byte.
+
+Victims are chosen among a run of frames behind a moving hand, a fixed number of them for each victim wanted: so the
+cost of a victim does not grow with the arena. A small arena is looked through whole, and the choice is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.errors import UsageError
+from dsa.io.compile import kernel
+from dsa.io.foresight import Foresight
+
+DIRTY = 1
+FILLING = 2
+WRITING = 4
+LEASED = 8
+FREE = 16
+BARRED = DIRTY | FILLING | WRITING | LEASED | FREE
+"""A frame with any of these flags cannot be given up."""
+
+_BASE = 1.03  # a step of the byte is a factor of so much
+_ONE = 100  # the byte of a single access just now
+_HALF_LIFE = 8.0  # in accesses per row of the arena
+_LOOK = 32  # frames looked at for each victim
+_LEAST_LOOK = 1 << 14
+_UNKNOWN = np.int32(-1)
+_SEQUENCE_BITS = 0x7FFFFFFF
+
+
+def _bumps() -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+    """For each byte the one after an access: its floor, and the chance of one more in units of 2**-32."""
+    code = np.arange(256)
+    count = np.where(code > 0, _BASE ** (code - _ONE), 0.0)
+    bumped = np.minimum(_ONE + np.log(count + 1) / np.log(_BASE), 255.0)
+    floor = np.floor(bumped)
+    return floor.astype(np.uint8), ((bumped - floor) * 2**32).astype(np.uint32)
+
+
+_BUMP_FLOOR, _BUMP_CHANCE = _bumps()
+
+
+class Policy:
+    """The choice of victims in one arena. Deterministic: the same calls give the same victims.
+
+    Memory: 3 bytes a row, 5 bytes a frame, 8 bytes for each row of each known batch.
+
+    Args:
+        n_frames: frames of the arena.
+    """
+
+    def __init__(self, n_frames: int) -> None:
+        self.n_frames = n_frames
+        self._foresights: list[Foresight] = []
+        self._codes: list[NDArray[np.uint8]] = []
+        self._frame_code: NDArray[np.uint8] = np.zeros(n_frames, np.uint8)
+        self._frame_due: NDArray[np.int32] = np.full(n_frames, _UNKNOWN, np.int32)
+        self._n_rows = 0
+        self._progress = 0  # accesses since the last byte step was complete
+        self._random: NDArray[np.uint32] = np.array([2463534242], np.uint32)
+        self._hand = 0
+
+    def add_table(self, n_rows: int) -> int:
+        """Make room for a table of `n_rows` rows; returns its number, counting from 0."""
+        self._foresights.append(Foresight(n_rows))
+        self._codes.append(np.zeros(n_rows, np.uint8))
+        self._n_rows += n_rows
+        return len(self._codes) - 1
+
+    def known(self, table: int, sequence: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
+        """A batch was announced.
+
+        Args:
+            sequence: higher than that of every batch announced for this table before.
+            rows: int32 or int64, sorted, unique.
+            frames: the frame of each row, -1 where it has none.
+
+        Raises:
+            UsageError: rows or sequence are not as said; nothing is changed.
+        """
+        self._same_length(len(rows), frames)
+        foresight = self._foresights[table]
+        foresight.announce(sequence, rows)
+        _set_due(foresight.next_use(rows), frames, self._frame_due)
+
+    def filled(self, table: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
+        """From now on these frames hold these rows (sorted or not)."""
+        self._same_length(len(rows), frames)
+        _set_due(self._foresights[table].next_use(rows), frames, self._frame_due)
+        self._frame_code[frames] = self._codes[table][rows]
+
+    def touched(self, table: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
+        """A step updated these rows (unique, sorted or not) in these frames: one access each."""
+        self._same_length(len(rows), frames)
+        _bump(
+            np.ascontiguousarray(rows, np.int64),
+            frames,
+            self._codes[table],
+            self._frame_code,
+            self._random,
+            _BUMP_FLOOR,
+            _BUMP_CHANCE,
+        )
+        self._decay(len(rows))
+
+    def ended(self, table: int, sequence: int, frames: NDArray[np.int32]) -> None:
+        """A known batch is over: stepped or dropped, in any order.
+
+        Args:
+            frames: for each of its rows, in the order in which they were announced, the frame that holds the row
+                now; -1 where none does.
+
+        Raises:
+            UsageError: the batch is not known, or has another number of rows; nothing is changed.
+        """
+        foresight = self._foresights[table]
+        rows = foresight.rows(sequence).astype(np.int64)
+        self._same_length(len(rows), frames)
+        foresight.retire(sequence)
+        _set_due(foresight.next_use(rows), frames, self._frame_due)
+
+    def victims(self, count: int, flags: NDArray[np.uint8], pins: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Frames to give up, best first: distinct, none with a flag of BARRED or a pin.
+
+        Args:
+            count: so many are wanted; fewer come only where there are no more.
+            flags: the flags of each frame.
+            pins: how often each frame is pinned.
+
+        Returns:
+            int32, at most `count` frames. They stay candidates until their flags or pins say otherwise.
+        """
+        count = min(count, self.n_frames)
+        if count <= 0:
+            return np.zeros(0, np.int32)
+        oldest = min((f.oldest for f in self._foresights if f.oldest is not None), default=0)
+        newest = max((f.newest for f in self._foresights if f.newest is not None), default=-1)
+        look = min(self.n_frames, max(_LEAST_LOOK, _LOOK * count))
+        chosen, self._hand = _choose(
+            count,
+            look,
+            self._hand,
+            flags,
+            pins,
+            self._frame_code,
+            self._frame_due,
+            oldest & _SEQUENCE_BITS,
+            newest - oldest + 1,
+        )
+        return chosen
+
+    def _same_length(self, n_rows: int, frames: NDArray[np.int32]) -> None:
+        if len(frames) != n_rows:
+            raise UsageError(f"{n_rows} rows came with {len(frames)} frames: each row needs one, or -1")
+
+    def _decay(self, accesses: int) -> None:
+        """Subtract one from every byte in the course of so many accesses as make a count lose one byte step."""
+        span = max(int(_HALF_LIFE * self._n_rows * np.log(_BASE) / np.log(2)), 1)
+        while accesses > 0:
+            start = self._progress
+            stop = min(start + accesses, span)
+            accesses -= stop - start
+            for codes in (*self._codes, self._frame_code):
+                n = len(codes)
+                _subtract_one(codes[n * start // span : n * stop // span])
+            self._progress = 0 if stop == span else stop
+
+
+@kernel
+def _set_due(next_use: NDArray[np.int64], frames: NDArray[np.int32], frame_due: NDArray[np.int32]) -> None:
+    for i in range(len(frames)):
+        frame = frames[i]
+        if frame >= 0:
+            never = next_use[i] == np.iinfo(np.int64).max
+            frame_due[frame] = _UNKNOWN if never else np.int32(next_use[i] & _SEQUENCE_BITS)
+
+
+@kernel
+def _bump(
+    rows: NDArray[np.int64],
+    frames: NDArray[np.int32],
+    codes: NDArray[np.uint8],
+    frame_code: NDArray[np.uint8],
+    random: NDArray[np.uint32],
+    bump_floor: NDArray[np.uint8],
+    bump_chance: NDArray[np.uint32],
+) -> None:
+    state = random[0]
+    for i in range(len(rows)):
+        state ^= np.uint32(state << np.uint32(13))
+        state ^= np.uint32(state >> np.uint32(17))
+        state ^= np.uint32(state << np.uint32(5))
+        code = codes[rows[i]]
+        bumped = bump_floor[code]
+        if state < bump_chance[code]:
+            bumped += np.uint8(1)
+        codes[rows[i]] = bumped
+        if frames[i] >= 0:
+            frame_code[frames[i]] = bumped
+    random[0] = state
+
+
+@kernel
+def _subtract_one(codes: NDArray[np.uint8]) -> None:
+    for i in range(len(codes)):
+        codes[i] -= np.uint8(codes[i] > 0)
+
+
+@kernel
+def _choose(
+    count: int,
+    look: int,
+    hand: int,
+    flags: NDArray[np.uint8],
+    pins: NDArray[np.int32],
+    frame_code: NDArray[np.uint8],
+    frame_due: NDArray[np.int32],
+    oldest: int,
+    span: int,
+) -> tuple[NDArray[np.int32], int]:
+    """The best `count` of the frames behind the hand: `look` of them, and as many more as it takes.
+
+    The key of a frame: its byte (0 to 255) where no known batch is due; else 256 and more, least for the latest due.
+    """
+    n_frames = len(flags)
+    tally = np.zeros(256 + span, np.int64)
+    room = look
+    candidates = np.empty(room, np.int32)
+    keys = np.empty(room, np.int32)
+    found = 0
+    seen = 0
+    frame = hand
+    while seen < n_frames and (seen < look or found < count) and found < room:
+        if (flags[frame] & BARRED) == 0 and pins[frame] == 0:
+            due = frame_due[frame]
+            key = np.int64(frame_code[frame])
+            if due >= 0:
+                distance = (np.int64(due) - oldest) & _SEQUENCE_BITS
+                if distance < span:
+                    key = 255 + span - distance
+            tally[key] += 1
+            candidates[found] = frame
+            keys[found] = key
+            found += 1
+        frame += 1
+        if frame == n_frames:
+            frame = 0
+        seen += 1
+    # From here on tally[key] is the place of the next frame with that key.
+    place = 0
+    for key in range(len(tally)):
+        here = tally[key]
+        tally[key] = place
+        place += here
+    chosen = np.empty(min(count, found), np.int32)
+    for i in range(found):
+        place = tally[keys[i]]
+        if place < len(chosen):
+            chosen[place] = candidates[i]
+            tally[keys[i]] = place + 1
+    return chosen, frame
