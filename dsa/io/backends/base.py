@@ -16,24 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.io.extents import Extents
+
+__all__ = ["Backend", "Bytes", "Counters", "Extents", "File"]
+
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Byte ranges of one file, in ascending order, and where each goes in a buffer.
-
-    Args:
-        offsets, lengths: int64 [n], bytes in the file.
-        at: int64 [n], the byte of the buffer where the range begins.
-    """
-
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    at: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.offsets)
 
 
 @dataclass
