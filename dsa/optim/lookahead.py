@@ -1,0 +1,203 @@
+"""`opt.lookahead(loader, ...)`: batches leave a loader some steps ahead of their use, and their rows are announced.
+
+No number may depend on how far ahead. So whatever fetching draws at random comes from a stream of its own: it is
+derived once per iteration from torch's global generator and swapped in around every fetch, and training goes on
+drawing from the global generators as if fetching drew nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from dsa.errors import ConfigError
+from dsa.optim.row_sets import Key, Rows
+
+Batch = TypeVar("Batch")
+
+
+class Announcer(Protocol):
+    """What takes announcements of batches to come and knows them by tickets."""
+
+    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
+        """Note the rows of a batch that was fetched but not yet given to the loop; returns its ticket, never blocks."""
+
+    def hand_out(self, ticket: int) -> None:
+        """The batch is about to be given to the loop's body: the first step from now on ends it."""
+
+    def end(self, ticket: int) -> None:
+        """End the batch without a step; does nothing for one that has ended.
+
+        Rows of a batch that was handed out still count as announced until the next step. Never raises. May come out
+        of a garbage collection, in any thread and at any instruction, even while the same thread is inside the
+        announcer: it must not wait for a lock that the interrupted code may hold.
+        """
+
+
+class Lookahead(Generic[Batch]):
+    """The batches of `loader`, the same ones in the same order, each announced `depth` batches before its turn.
+
+    Can be iterated again and again. `len()`, and every attribute that is not its own, are the loader's. `state_dict()`,
+    where the loader has it, is the loader's as of the batch last given to the loop, not of the one last fetched. An
+    error of the loader or of `rows` is raised when its batch's turn comes, at every depth alike.
+
+    Args:
+        loader: any iterable of batches.
+        rows: the rows of a batch, `rows(batch)` -> {module, parameter or name: rows}.
+        announcer: receives the announcements.
+        depth: batches held ahead of the one that the loop is working on.
+
+    Raises:
+        ConfigError: `rows` is no function or `depth` no whole number of at least 0.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        rows: Callable[[Batch], Mapping[Key, Rows]],
+        announcer: Announcer,
+        depth: int = 4,
+    ) -> None:
+        if not callable(rows):
+            raise ConfigError(
+                "lookahead needs rows=fn, where fn(batch) returns a dict such as {model.node_emb: ids}; "
+                f"got rows={rows!r}. Where rows are only known inside the model, use watch(model) instead"
+            )
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise ConfigError(f"lookahead's depth must be a whole number of batches, at least 0, got {depth!r}")
+        self._loader = loader
+        self._rows = rows
+        self._announcer = announcer
+        self._depth = depth
+        self._state_at_last: tuple[Any] | None = None
+
+    def __iter__(self) -> Generator[Batch, None, None]:
+        # Drawn here, not at the first batch, and by every depth alike: training's own stream moves on by one draw.
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        return self._batches(_RandomStream(seed))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not found here. A copy or unpickling asks before `_loader` is set.
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self._loader, name)
+        if name == "state_dict":
+            return self._state_dict
+        if name == "load_state_dict":
+            return self._load_state_dict
+        return found
+
+    def _state_dict(self) -> Any:
+        return self._loader_state() if self._state_at_last is None else self._state_at_last[0]
+
+    def _load_state_dict(self, state: Any) -> Any:
+        self._state_at_last = None
+        return self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _loader_state(self) -> Any:
+        state_dict = getattr(self._loader, "state_dict", None)
+        return None if state_dict is None else state_dict()
+
+    def _batches(self, stream: _RandomStream) -> Generator[Batch, None, None]:
+        ahead: deque[_Fetched[Batch]] = deque()
+        handed_out: deque[int] = deque()
+        failure: Exception | None = None
+        more = True
+        try:
+            with stream:
+                batches = iter(self._loader)
+            while True:
+                while more and len(ahead) <= self._depth:
+                    try:
+                        following = self._fetch(batches, stream)
+                    except Exception as error:
+                        failure, more = error, False
+                    else:
+                        if following is None:
+                            more = False
+                        else:
+                            ahead.append(following)
+                        del following
+                if not ahead:
+                    break
+                fetched = ahead.popleft()
+                handed_out.append(fetched.ticket)
+                self._announcer.hand_out(fetched.ticket)
+                # A step has ended those before it; of a loop that does not step, only the latest stay.
+                while len(handed_out) > max(self._depth, 1):
+                    self._announcer.end(handed_out.popleft())
+                self._state_at_last = (fetched.state,)
+                batch = fetched.batch
+                del fetched
+                yield batch
+                del batch
+            self._state_at_last = None
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # its traceback holds this frame: a cycle, were it kept
+            for ticket in [*handed_out, *(waiting.ticket for waiting in ahead)]:
+                self._announcer.end(ticket)
+
+    def _fetch(self, batches: Iterator[Batch], stream: _RandomStream) -> _Fetched[Batch] | None:
+        """The next batch, announced; None at the loader's end."""
+        with stream:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return None
+            state = self._loader_state()
+            rows = self._rows(batch)
+        return _Fetched(batch, state, self._announcer.announce_ahead(rows))
+
+
+@dataclass(frozen=True)
+class _Fetched(Generic[Batch]):
+    """A batch that waits for its turn, the loader's state right after it was fetched, and its ticket."""
+
+    batch: Batch
+    state: Any
+    ticket: int
+
+
+class _RandomStream:
+    """A context in which torch's CPU generator, numpy's global one and `random` go on where the last such one ended."""
+
+    def __init__(self, seed: int) -> None:
+        self._inside = (
+            torch.Generator().manual_seed(seed).get_state(),
+            np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).get_state(),
+            random.Random(seed).getstate(),
+        )
+        self._outside: tuple[Any, Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _global_states()
+        _set_global_states(self._inside)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside = _global_states()
+        if self._outside is not None:
+            _set_global_states(self._outside)
+
+
+def _global_states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_global_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
