@@ -1,0 +1,198 @@
+"""The `uring` backend: one io_uring for reads and one for writes, each in an I/O thread of its own.
+
+A read of any number of extents is one hand-over to the thread and one call outside the GIL, and `then` follows in the
+same thread; so is a write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.config import MIB, IOConfig
+from dsa.errors import ClosedError, ConfigError, DeviceError, ForkedError
+from dsa.io.backends.base import Bytes, File
+from dsa.io.backends.direct import DirectFiles
+from dsa.io.backends.iothreads import IOThreads, ended
+from dsa.io.backends.posix_files import LocalFiles
+from dsa.io.backends.ring import READ, WRITE, Ring
+from dsa.io.backends.ringloop import BROKEN, NO_FAULTS, STALLED, WHOLE
+from dsa.io.extents import Extents, check_placement
+
+# A segment is one request; only longer writes are cut.
+_MOST_WRITE_BYTES = 8 * MIB
+# One system call submits and collects so many requests: the device is kept busy by those that stay in flight.
+_WAKE_SHARE = 4
+
+
+class UringBackend(LocalFiles):
+    """Files opened with `direct=True` bypass the page cache where their file system really does that.
+
+    A device that answers nothing for `stall_timeout_s` is a `DeviceError`. If it still holds requests then, which
+    nobody can take back, that ring is given up: its later transfers fail at once, and the memory of the one that
+    failed must not be used again (the backend keeps it alive).
+
+    Args:
+        config: `queue_depth` requests are in flight at most, reads and writes each; `stall_timeout_s`.
+        faults: int64 [n, 4], the test hook between ring and loop (ringloop.FAULT_...).
+
+    Raises:
+        ConfigError: io_uring cannot be used here; the message says why.
+    """
+
+    name: ClassVar[str] = "uring"
+
+    def __init__(self, config: IOConfig, *, faults: NDArray[np.int64] = NO_FAULTS) -> None:
+        self._direct = DirectFiles()
+        self._reader = _RingThread("dsa-uring-read", READ, config, faults)
+        self._writer = _RingThread("dsa-uring-write", WRITE, config, faults)
+        super().__init__(self._reader.threads, self._writer.threads)
+        try:
+            self._reader.start()
+            self._writer.start()
+        except OSError as error:
+            self.shut_down(config.stall_timeout_s)
+            raise ConfigError(f"it needs io_uring: {error.strerror}") from error
+
+    def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
+        file = super().open(path, create=create, writable=writable)
+        if direct:
+            self._direct.turn(file)
+        return file
+
+    async def read(
+        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
+    ) -> None:
+        if not buffer.flags.writeable:
+            raise ValueError("the buffer to read into is read-only")
+        wanted = check_placement(extents, buffer.nbytes)
+        _check_alignment(file, wanted, buffer)
+        self.counters.read_requests += len(wanted)
+        self.counters.read_bytes += int(wanted.lengths.sum())
+        await ended(self._reader.submit(file, wanted, buffer, None, then))
+
+    async def write(
+        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
+    ) -> None:
+        if offset < 0:
+            raise ValueError(f"a file has no byte {offset}")
+        at = np.arange(0, buffer.nbytes, _MOST_WRITE_BYTES, dtype=np.int64)
+        extents = Extents(at + offset, np.minimum(buffer.nbytes - at, _MOST_WRITE_BYTES), at)
+        _check_alignment(file, extents, buffer)
+        self.counters.write_requests += len(extents)
+        self.counters.write_bytes += buffer.nbytes
+        await ended(self._writer.submit(file, extents, buffer, before, None))
+
+    def shut_down(self, timeout_s: float) -> None:
+        self._reader.close()
+        self._writer.close()
+        super().shut_down(timeout_s)
+
+
+def _check_alignment(file: File, extents: Extents, buffer: Bytes) -> None:
+    if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
+        raise ValueError(f"a buffer must be contiguous bytes, not {buffer.dtype} with strides {buffer.strides}")
+    if file.alignment > 1:
+        bad = (extents.offsets | extents.lengths | (extents.at + buffer.ctypes.data)) % file.alignment != 0
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise ValueError(
+                f"{file.path} is open for direct I/O, aligned to {file.alignment} bytes; extent {i} is not: offset "
+                f"{extents.offsets[i]}, length {extents.lengths[i]}, at {extents.at[i]} of a buffer at address "
+                f"{buffer.ctypes.data:#x}"
+            )
+
+
+class _RingThread:
+    """A thread, and the ring that it made and alone uses."""
+
+    def __init__(self, name: str, op: int, config: IOConfig, faults: NDArray[np.int64]) -> None:
+        self.threads = IOThreads(name, 1)
+        self._what = "read" if op == READ else "write"
+        self._op = op
+        self._config = config
+        self._faults = faults
+        self._ring: Ring | None = None
+
+    def start(self) -> None:
+        """Make the ring, and move some bytes with it.
+
+        Raises:
+            OSError: it cannot be made, or does not work.
+        """
+        self.threads.submit(self._start).result()
+
+    def _start(self) -> None:
+        depth = self._config.queue_depth
+        wake = max(depth // _WAKE_SHARE, 1)
+        # The trial must not use up what the tests inject.
+        self._ring = ring = Ring(depth, wake, self._config.stall_timeout_s)
+        ends = os.pipe()
+        try:
+            os.write(ends[1], b"12345678")
+            place = np.zeros(1, np.int64)
+            outcome = ring.transfer(READ, ends[0], np.zeros(8, np.uint8), place, place, place + 8, 1)
+        finally:
+            for fd in ends:
+                os.close(fd)
+        if outcome.status != WHOLE:
+            number = outcome.errno
+            raise OSError(number, f"the trial of io_uring_enter failed: {os.strerror(number)} (errno {number})")
+        ring.faults = self._faults
+
+    def submit(
+        self,
+        file: File,
+        extents: Extents,
+        buffer: Bytes,
+        before: Callable[[], None] | None,
+        then: Callable[[], None] | None,
+    ) -> Future[None]:
+        """Move the extents in the ring's thread, `before` and `then` in the same one."""
+        return self.threads.submit(self._move, file, extents, buffer, before, then)
+
+    def _move(
+        self,
+        file: File,
+        extents: Extents,
+        buffer: Bytes,
+        before: Callable[[], None] | None,
+        then: Callable[[], None] | None,
+    ) -> None:
+        ring = self._ring
+        if ring is None or ring.closed:
+            raise DeviceError(0, f"{self._what} (not tried: an earlier one is stuck in the device)", file.path)
+        if before is not None:
+            before()
+        outcome = ring.transfer(
+            self._op, file.fd, buffer, extents.at, extents.offsets, extents.lengths, file.alignment
+        )
+        if outcome.status != WHOLE:
+            number, what = outcome.errno, self._what
+            if outcome.status == STALLED:
+                what += f" (nothing answered for {self._config.stall_timeout_s:g} s)"
+            elif outcome.status == BROKEN:
+                what += " (by io_uring_enter)"
+            elif not number:
+                what += " (the file ends there)" if self._op == READ else " (nothing was taken)"
+            start = int(extents.offsets[outcome.request])
+            moved = outcome.moved_bytes
+            raise DeviceError(number, what, file.path, start + moved, int(extents.lengths[outcome.request]) - moved)
+        if then is not None:
+            then()
+
+    def close(self) -> None:
+        """Close the ring, in its thread and after what was submitted."""
+        with contextlib.suppress(ClosedError, ForkedError):
+            self.threads.submit(self._close)
+
+    def _close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
