@@ -1,0 +1,510 @@
+"""The state machine of the engine: window, pins, versions, dirty marks, index and free segments, as one. Pure.
+
+Every method is called under the engine's one lock and takes microseconds; none copies a record or does I/O. What is
+to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back through `filled`, `copied` and
+`written`, `cleaned`. The rules meant by number are those of DESIGN.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.io.cache import DIRTY, DONE_FRAME, FILLING, NO_FRAME, WRITING, Arena, Frames, Rows
+from dsa.io.kernels_on_rows import count_members, order_by_slot
+from dsa.io.layout import VOID_ROW, RecordLayout, SegmentLayout
+from dsa.io.segments import NEVER_WRITTEN, Checks, Segments
+from dsa.io.window import Batch, Kind, Piece, Window
+
+MOST_HOOK_ANNOUNCEMENTS = 256
+"""Look-ups of forward passes that are remembered without a step; older ones end."""
+
+
+@dataclass
+class Table:
+    """The rows of one parameter: where they are in RAM and on disk."""
+
+    number: int
+    name: str
+    n_rows: int
+    record: RecordLayout
+    arena: Arena
+    arena_table: int
+    segments: Segments
+    file: Any = None  # the log's open file
+    file_segments: int = 0  # the file's length, in segments
+    identity: int = 0  # what its segment headers carry
+    step: int = 0  # the parameter's step count
+    in_generation: bool = False  # some committed generation knows the table
+
+    @property
+    def layout(self) -> SegmentLayout:
+        """Geometry of the log's segments."""
+        return self.segments.layout
+
+
+@dataclass
+class FillJob:
+    """Records to bring into frames: rows ascending by slot, or rows that were never written and need no read."""
+
+    ticket: int
+    table: Table
+    rows: Rows
+    frames: Frames
+    slots: NDArray[np.int64]
+    checks: Checks
+
+    @property
+    def new(self) -> bool:
+        """Whether the rows were never written: their frames become all zero."""
+        return bool(self.slots[0] == NEVER_WRITTEN)
+
+
+@dataclass
+class WriteJob:
+    """Dirty frames to write as one segment."""
+
+    table: Table
+    segment: int
+    frames: Frames
+    rows: Rows
+    versions: NDArray[np.uint32]
+    checks: Checks
+    for_checkpoint: bool
+
+
+@dataclass
+class CleanJob:
+    """Segments whose live records are to be moved to a segment of their own."""
+
+    ticket: int
+    table: Table
+    victims: list[int]
+    target: int
+    used: list[int]
+
+
+@dataclass
+class Step:
+    """A step, or a read of rows, that is running."""
+
+    batch: Batch
+    lasting: bool  # leases its rows (a read does not)
+    leased: bool = False  # some row was leased: from here on there is no way back
+    in_parts: bool = False
+
+
+@dataclass
+class Tally:
+    """Counters of what steps and the engine did."""
+
+    steps: int = 0
+    rows_touched: int = 0
+    rows_announced: int = 0  # of the rows touched
+    misses: int = 0  # rows that had to be brought into frames for steps, new ones included
+    rows_new: int = 0  # frames filled with zeros
+    rows_read: int = 0  # frames filled from the log
+    rows_written: int = 0
+    rows_cleaned: int = 0
+    segments_cleaned: int = 0
+
+
+@dataclass
+class Bookkeeping:
+    """All bookkeeping of one state directory.
+
+    Args:
+        window: the announced batches.
+        held_batches: how many batches beyond those being stepped are brought in ahead of time; None: what fits half
+            the frames.
+    """
+
+    window: Window
+    held_batches: int | None = None
+    chunk_bytes: int = 4 << 20
+    tables: list[Table] = field(default_factory=list)
+    arenas: list[Arena] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    step: Step | None = None
+    draining: bool = False  # a checkpoint wants every dirty frame written
+    frames_wanted: bool = False  # somebody waits for a frame: write what there is, however little (rule 9)
+    frozen: bool = False  # nothing new is begun: the state is about to be replaced
+    _ready: deque[FillJob] = field(default_factory=deque)
+    _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
+    _writing: int = 0
+    _cleaning: int = 0
+    _next_ticket: int = 0
+
+    # Announcing.
+
+    def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows]) -> Batch:
+        """Put a batch into the window; its rows are sorted, unique and in range."""
+        batch = self.window.new(kind, rows_by_table)
+        self.window.add(batch)
+        for piece in batch.pieces:
+            table = self.tables[piece.table]
+            frames = table.arena.frame_of[table.arena_table][piece.rows]
+            table.arena.policy.known(table.arena_table, batch.sequence, piece.rows, frames)
+        if kind is Kind.HOOK:
+            for old in self.window.oldest_hooks(MOST_HOOK_ANNOUNCEMENTS):
+                self.end(old, late=True)
+        return batch
+
+    def hand_out(self, sequence: int) -> None:
+        """A lookahead's batch goes to the training loop."""
+        self.window.hand_out(sequence)
+
+    def end(self, batch: Batch, *, late: bool = False) -> None:
+        """The batch will not be stepped: unpin what it holds. Its rows that are being filled stay until they are."""
+        if self.window.get(batch.sequence) is batch:
+            self.window.remove(batch, late=late)
+            self._let_go(batch)
+
+    def _let_go(self, batch: Batch) -> None:
+        """Take the batch's pins off and its next use out of the policy."""
+        for piece in batch.pieces:
+            table = self.tables[piece.table]
+            self._unpin(piece)
+            if batch.kind is not Kind.STEP:
+                frames = table.arena.frame_of[table.arena_table][piece.rows]
+                table.arena.policy.ended(table.arena_table, batch.sequence, frames)
+
+    def _unpin(self, piece: Piece) -> None:
+        if piece.held:
+            self.tables[piece.table].arena.unpin(piece.frames)
+            piece.forget_frames()
+
+    # Bringing rows into frames.
+
+    def next_new(self) -> FillJob | None:
+        """The next of the queued jobs, where it needs no read: whoever waits for it may as well do it."""
+        return self._ready.popleft() if self._ready and self._ready[0].new else None
+
+    def next_fill(self) -> FillJob | None:
+        """The next records to bring in: those of the running step first, then held batches in window order."""
+        if not self._ready and not self.frozen and (self.step is None or self.step.batch.complete):
+            self._hold_ahead()
+        return self._ready.popleft() if self._ready else None
+
+    def _hold_ahead(self) -> None:
+        """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
+        reach = self.held_batches
+        held = 0
+        self.frames_wanted = False
+        for batch in self.window.in_order():
+            ahead = not batch.handed_out and batch.kind is not Kind.HOOK
+            held += ahead
+            if ahead and reach is not None and held > reach:
+                return
+            if ahead and reach is None and held > 1 and self._crowded(batch):
+                return
+            for piece in batch.pieces:
+                self._take(batch, piece)
+                if piece.unframed:
+                    self.frames_wanted = True
+                    return
+            if self._ready:
+                return
+
+    def _crowded(self, batch: Batch) -> bool:
+        """Whether holding the batch too would pin more than about half the frames of an arena."""
+        for piece in batch.pieces:
+            if not piece.held:
+                arena = self.tables[piece.table].arena
+                if 2 * (arena.pinned + len(piece.rows)) > arena.n_frames:
+                    return True
+        return False
+
+    def _take(self, batch: Batch, piece: Piece) -> None:
+        """Pin what is resident, take frames for the rest as far as there are any, and queue the fills."""
+        if piece.unframed == 0:
+            return
+        table = self.tables[piece.table]
+        arena = table.arena
+        piece.open()
+        missing = arena.pin_resident(table.arena_table, piece.rows, piece.frames)
+        piece.unframed = missing
+        if not missing:
+            return
+        taken = arena.take(table.arena_table, piece.rows, piece.frames, missing)
+        piece.unframed -= len(taken)
+        if not len(taken):
+            return
+        slots, checks = table.segments.locate(piece.rows[taken])
+        order = order_by_slot(slots)
+        slots, checks, taken = slots[order], checks[order], taken[order]
+        new = int(np.searchsorted(slots, 0))
+        batch.brought_rows += len(taken)
+        batch.new_rows += new
+        rows, frames = piece.rows[taken], piece.frames[taken]
+        per_job = max(1, self.chunk_bytes // table.record.record_bytes)
+        starts = [0] * (new > 0) + list(range(new, len(rows), per_job))
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+            part = slice(start, stop)
+            job = FillJob(self._ticket(), table, rows[part], frames[part], slots[part], checks[part])
+            self._reading[job.ticket] = job
+            self._ready.append(job)
+
+    def _ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    def filled(self, job: FillJob) -> None:
+        """The job's frames hold their records (checked)."""
+        job.table.arena.filled(job.frames)
+        if job.new:
+            self.tally.rows_new += len(job.rows)
+        else:
+            self.tally.rows_read += len(job.rows)
+        self._read_ended(job.ticket)
+
+    def _read_ended(self, ticket: int) -> None:
+        del self._reading[ticket]
+        oldest = min(self._reading, default=self._next_ticket + 1)
+        for table in self.tables:
+            table.segments.reads_ended(oldest)
+
+    # Stepping.
+
+    def begin(self, rows_by_table: Mapping[int, Rows], *, lasting: bool) -> Step:
+        """Begin a step (`lasting`) or a read of the rows; a step uses up its announcements."""
+        batch = self.window.new(Kind.STEP, rows_by_table)
+        used, late = self.window.used_by_step() if lasting else ([], [])
+        self.step = Step(batch, lasting)
+        self._bring_pieces(batch)
+        for announced in used:
+            # What the step pinned stays pinned; what it does not touch becomes free to go.
+            self._let_go(announced)
+        if lasting:
+            self._judge(batch, late + used)
+        return self.step
+
+    def _judge(self, batch: Batch, covered: Sequence[Batch]) -> None:
+        """Count how much of what the step touches had been announced."""
+        self.tally.rows_touched += batch.rows
+        for piece in batch.pieces:
+            said = [other.rows for used in covered for other in used.pieces if other.table == piece.table]
+            self.tally.rows_announced += count_members(piece.rows, said)
+        for used in covered:
+            self._count_misses(used)
+
+    def _count_misses(self, batch: Batch) -> None:
+        self.tally.misses += batch.brought_rows
+
+    def bring(self) -> bool:
+        """Take frames for the running step's rows, from the youngest held batches if need be; whether all have one."""
+        step = self._running()
+        self._bring_pieces(step.batch)
+        while not step.batch.complete and self._release_youngest():
+            self._bring_pieces(step.batch)
+        self.frames_wanted = not step.batch.complete
+        return step.batch.complete
+
+    def _bring_pieces(self, batch: Batch) -> None:
+        # One piece after the other: a later piece never pins what an earlier one still waits for (rule 9).
+        for piece in batch.pieces:
+            if piece.remaining:
+                self._take(batch, piece)
+                if piece.unframed:
+                    return
+
+    def _release_youngest(self) -> bool:
+        """Make the youngest held batch known again; False where none is held."""
+        for batch in reversed(list(self.window.in_order())):
+            if batch.held:
+                for piece in batch.pieces:
+                    self._unpin(piece)
+                return True
+        return False
+
+    def ready(self, piece: Piece) -> NDArray[np.int64] | None:
+        """Positions of the piece's rows that can be worked on now: all that remain, or a part where no more fit.
+
+        None: wait. A part is worked on only where the step itself pins every frame of the arena.
+        """
+        step = self._running()
+        arena = self.tables[piece.table].arena
+        if piece.unframed and arena.pinned < arena.n_frames:
+            return None
+        if arena.filling(piece.frames):
+            return None
+        positions = np.flatnonzero(piece.frames >= 0)
+        if not len(positions):
+            return None
+        step.in_parts = step.in_parts or piece.unframed > 0
+        return positions
+
+    def lease(self, piece: Piece, positions: NDArray[np.int64]) -> Frames:
+        """Give these rows of the piece to the step; their frames. They count as dirty from here on."""
+        step = self._running()
+        table = self.tables[piece.table]
+        frames: Frames = piece.frames[positions]
+        table.arena.lease(table.arena_table, piece.rows[positions], frames)
+        step.leased = True
+        return frames
+
+    def commit(self, piece: Piece, positions: NDArray[np.int64]) -> None:
+        """The step has updated these rows."""
+        table = self.tables[piece.table]
+        frames = piece.frames[positions]
+        if self._running().lasting:
+            table.arena.end_lease(frames)
+        table.arena.unpin(frames)
+        piece.finish(positions)
+
+    def end_step(self) -> None:
+        """The step is over, whole or not: nothing of it stays pinned."""
+        step = self._running()
+        self.step = None
+        self.frames_wanted = False
+        for piece in step.batch.pieces:
+            if piece.held:
+                table = self.tables[piece.table]
+                table.arena.end_lease(piece.frames[piece.frames >= 0])
+                table.arena.unpin(piece.frames)
+                piece.forget_frames()
+        if step.lasting:
+            self.tally.steps += 1
+            self._count_misses(step.batch)
+
+    def _running(self) -> Step:
+        if self.step is None:
+            raise RuntimeError("no step is running: begin() comes first")
+        return self.step
+
+    # Writing behind.
+
+    def next_write(self, dirty_share: float) -> WriteJob | None:
+        """A segment's worth of dirty frames, if it is time to write: a share of the cache is dirty, frames are wanted,
+        or a checkpoint drains them all."""
+        if self.frozen:
+            return None
+        for table in sorted(self.tables, key=_segments_due, reverse=True):
+            arena = table.arena
+            if arena.dirty[table.arena_table] == 0:
+                return None
+            if not (self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames):
+                continue
+            frames = arena.collect(table.arena_table, table.layout.slots, unpinned_only=not self.draining)
+            if not len(frames):
+                continue
+            segment = table.segments.allocate(cleaning=False)
+            rows = arena.row_of[frames]
+            self._writing += 1
+            checks = np.zeros(len(frames), np.uint32)
+            return WriteJob(table, segment, frames, rows, arena.version[frames], checks, self.draining)
+        return None
+
+    def copied(self, job: WriteJob) -> None:
+        """The frames were copied to the segment's buffer: what a lease may have overlapped is void (rule 7)."""
+        torn = job.table.arena.version[job.frames] != job.versions
+        job.rows = np.where(torn, VOID_ROW, job.rows)
+
+    def written(self, job: WriteJob) -> None:
+        """The segment is in the file: the index follows, and the frames that nobody changed since are clean."""
+        job.table.segments.written(job.segment, job.rows, job.checks, self._next_ticket + 1, None)
+        self._segments_settled()
+        job.table.arena.written(job.table.arena_table, job.frames, job.versions)
+        self._writing -= 1
+        self.tally.rows_written += int(np.count_nonzero(job.rows >= 0))
+
+    def dirty_frames(self) -> int:
+        """Frames that hold what the log does not."""
+        return sum(sum(arena.dirty) for arena in self.arenas)
+
+    def _segments_settled(self) -> None:
+        oldest = min(self._reading, default=self._next_ticket + 1)
+        for table in self.tables:
+            table.segments.reads_ended(oldest)
+
+    # Cleaning.
+
+    def next_clean(self, table: Table) -> CleanJob | None:
+        """Segments of the table to clean, where the log has grown to its limit."""
+        if self.frozen or not table.segments.wants_cleaning():
+            return None
+        victims = table.segments.choose_victims()
+        if not victims:
+            return None
+        target = table.segments.allocate(cleaning=True)
+        job = CleanJob(self._ticket(), table, victims, target, [int(table.segments.used[v]) for v in victims])
+        self._reading[job.ticket] = job
+        self._cleaning += 1
+        return job
+
+    def cleaned(self, job: CleanJob, rows: Rows, slots: NDArray[np.int64], checks: Checks) -> None:
+        """The live records of the victims are in the target; the index follows where it still says `slots` (rule 4)."""
+        segments = job.table.segments
+        self._read_ended(job.ticket)
+        ticket = self._next_ticket + 1
+        segments.written(job.target, rows, checks, ticket, slots)
+        for victim in job.victims:
+            segments.abandon(victim, ticket)
+        self._segments_settled()
+        self._cleaning -= 1
+        self.tally.segments_cleaned += len(job.victims)
+        self.tally.rows_cleaned += len(rows)
+
+    def still_live(self, table: Table, rows: Rows, segment: int) -> NDArray[np.bool_]:
+        """Which of a segment's records are the current ones of their rows."""
+        return table.segments.still_live(rows, segment)
+
+    # Standing still.
+
+    def quiet(self) -> bool:
+        """Whether nothing is in flight or about to be."""
+        return not (self._reading or self._ready or self._writing or self._cleaning)
+
+    def writes_in_flight(self) -> bool:
+        """Whether segments are being written or cleaned."""
+        return bool(self._writing or self._cleaning)
+
+    def waiting_fills(self) -> bool:
+        """Whether jobs are queued that nobody has begun."""
+        return bool(self._ready)
+
+    def forget_window(self) -> None:
+        """End every announced batch; what is queued or being filled for them goes on, and its frames stay barred."""
+        for batch in self.window.clear():
+            self._let_go(batch)
+
+    def reset(self) -> None:
+        """Forget what is in frames; nothing may be in flight."""
+        for arena in self.arenas:
+            arena.reset()
+
+    def retain(self, table: Table, retained: NDArray[np.bool_]) -> None:
+        """Set which of the table's segments generations refer to."""
+        table.segments.retain(retained, self._next_ticket + 1)
+        self._segments_settled()
+
+    def count_frames(self) -> dict[str, int]:
+        """Frames by what they are: pinned, dirty, filling, writing."""
+        flags = {"dirty": DIRTY, "filling": FILLING, "writing": WRITING}
+        counts = {name: sum(arena.count(mask) for arena in self.arenas) for name, mask in flags.items()}
+        counts["pinned"] = sum(arena.pinned for arena in self.arenas)
+        return counts
+
+
+def _segments_due(table: Table) -> float:
+    """How many segments the table's dirty frames would fill."""
+    return table.arena.dirty[table.arena_table] / table.layout.slots
+
+
+__all__ = [
+    "DONE_FRAME",
+    "NEVER_WRITTEN",
+    "NO_FRAME",
+    "Bookkeeping",
+    "CleanJob",
+    "FillJob",
+    "Step",
+    "Table",
+    "Tally",
+    "WriteJob",
+]

@@ -1,0 +1,270 @@
+"""Frames: a bounded arena of records in RAM, which row each holds, who pins it and what must be written. Pure.
+
+One arena serves all tables whose records have the same size. All work on rows is done by numba kernels over arrays;
+nothing here does I/O, and every method is called under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.io.compile import kernel
+from dsa.io.eviction import DIRTY, FILLING, FREE, LEASED, WRITING, Policy
+
+NO_FRAME = -1
+DONE_FRAME = -2
+FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
+
+Rows = NDArray[np.int64]
+Frames = NDArray[np.int32]
+
+
+@kernel
+def _pin_resident(rows: Rows, frame_of: Frames, pins: NDArray[np.int32], frames: Frames) -> tuple[int, int]:
+    """Pin each row that has a frame and has none in `frames` yet; how many are still without, how many first pins."""
+    missing, fresh = 0, 0
+    for i in range(len(rows)):
+        if frames[i] == -1:
+            frame = frame_of[rows[i]]
+            if frame >= 0:
+                fresh += pins[frame] == 0
+                pins[frame] += 1
+                frames[i] = frame
+            else:
+                missing += 1
+    return missing, fresh
+
+
+@kernel
+def _assign(
+    rows: Rows,
+    frames: Frames,
+    victims: Frames,
+    table: int,
+    frame_of: Frames,
+    row_of: Rows,
+    table_of: NDArray[np.int16],
+    pins: NDArray[np.int32],
+    flags: NDArray[np.uint8],
+    taken: NDArray[np.int64],
+) -> int:
+    """Give the first rows without a frame the frames in `victims`, pinned and filling; `taken`: their positions."""
+    n = 0
+    for i in range(len(rows)):
+        if n == len(victims):
+            break
+        if frames[i] == -1:
+            frame = victims[n]
+            frames[i] = frame
+            frame_of[rows[i]] = frame
+            row_of[frame] = rows[i]
+            table_of[frame] = table
+            pins[frame] = 1
+            flags[frame] = 2  # FILLING
+            taken[n] = i
+            n += 1
+    return n
+
+
+@kernel
+def _unpin(frames: Frames, pins: NDArray[np.int32]) -> int:
+    """Take one pin off each frame (negative numbers: none there); the number of frames that none pins any more."""
+    idle = 0
+    for i in range(len(frames)):
+        if frames[i] >= 0:
+            pins[frames[i]] -= 1
+            idle += pins[frames[i]] == 0
+    return idle
+
+
+@kernel
+def _any_flag(frames: Frames, flags: NDArray[np.uint8], mask: int) -> bool:
+    for i in range(len(frames)):
+        if frames[i] >= 0 and flags[frames[i]] & mask:
+            return True
+    return False
+
+
+@kernel
+def _lease(frames: Frames, flags: NDArray[np.uint8], version: NDArray[np.uint32]) -> int:
+    """Raise versions, mark dirty and leased; the number of frames that were clean."""
+    fresh = 0
+    for i in range(len(frames)):
+        frame = frames[i]
+        fresh += not flags[frame] & 1
+        flags[frame] |= 1 | 8  # DIRTY | LEASED
+        version[frame] += np.uint32(1)
+    return fresh
+
+
+@kernel
+def _clear(frames: Frames, flags: NDArray[np.uint8], mask: int) -> None:
+    for i in range(len(frames)):
+        flags[frames[i]] &= ~np.uint8(mask)
+
+
+@kernel
+def _collect(
+    table: int,
+    table_of: NDArray[np.int16],
+    flags: NDArray[np.uint8],
+    pins: NDArray[np.int32],
+    unpinned_only: bool,
+    hand: int,
+    out: Frames,
+) -> tuple[int, int]:
+    """Mark up to len(out) dirty frames of the table, that nobody leases or writes, as being written."""
+    n, f, count = 0, hand, len(flags)
+    for _ in range(count):
+        if n == len(out):
+            break
+        # DIRTY alone: not filling, not being written (rule 3), not leased (rule 7), not free
+        if flags[f] == 1 and table_of[f] == table and not (unpinned_only and pins[f] > 0):
+            flags[f] |= 4  # WRITING
+            out[n] = f
+            n += 1
+        f = f + 1 if f + 1 < count else 0
+    return n, f
+
+
+@kernel
+def _written(frames: Frames, versions: NDArray[np.uint32], flags: NDArray[np.uint8], now: NDArray[np.uint32]) -> int:
+    """End the write of the frames; clean are those whose version is still the one copied (rule 2)."""
+    cleaned = 0
+    for i in range(len(frames)):
+        frame = frames[i]
+        flags[frame] &= ~np.uint8(4)
+        if now[frame] == versions[i]:
+            flags[frame] &= ~np.uint8(1)
+            cleaned += 1
+    return cleaned
+
+
+@kernel
+def _evict(victims: Frames, row_of: Rows, table_of: NDArray[np.int16], table: int, frame_of: Frames) -> None:
+    for i in range(len(victims)):
+        frame = victims[i]
+        if table_of[frame] == table:
+            frame_of[row_of[frame]] = -1
+
+
+class Arena:
+    """`n_frames` frames of `record_bytes` each, shared by the tables whose records have that size.
+
+    Args:
+        memory: uint8 [n_frames, record_bytes], page-aligned, touched; the frames' bytes.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        n_frames = len(memory)
+        self.memory = memory
+        self.words: NDArray[np.uint64] = memory.view(np.uint64)
+        self.n_frames = n_frames
+        self.row_of = np.full(n_frames, -1, np.int64)
+        self.table_of = np.full(n_frames, -1, np.int16)
+        self.pins = np.zeros(n_frames, np.int32)
+        self.pinned = 0  # frames with a pin
+        self.flags = np.full(n_frames, FREE, np.uint8)
+        self.version = np.zeros(n_frames, np.uint32)
+        self.policy = Policy(n_frames)
+        self.frame_of: list[Frames] = []  # per table of the arena: row -> frame
+        self.dirty: list[int] = []  # per table: frames that hold what the log does not
+        self._next_fresh = 0  # frames from here on were never used
+        self._hands: list[int] = []
+
+    def add_table(self, frame_of: Frames) -> int:
+        """Let a table use the arena; `frame_of` int32 [n_rows], all NO_FRAME. The table's number in the arena."""
+        self.policy.add_table(len(frame_of))
+        self.frame_of.append(frame_of)
+        self.dirty.append(0)
+        self._hands.append(0)
+        return len(self.frame_of) - 1
+
+    def pin_resident(self, table: int, rows: Rows, frames: Frames) -> int:
+        """Pin those of `rows` that have a frame, note it in `frames`; how many have none."""
+        missing, fresh = _pin_resident(rows, self.frame_of[table], self.pins, frames)
+        self.pinned += int(fresh)
+        return int(missing)
+
+    def take(self, table: int, rows: Rows, frames: Frames, wanted: int) -> NDArray[np.int64]:
+        """Give up to `wanted` of the rows without a frame one, pinned and filling; their positions in `rows`.
+
+        Only frames that are unpinned, clean, not being filled and not being written are given up (rule 6).
+        """
+        fresh = min(wanted, self.n_frames - self._next_fresh)
+        victims = np.arange(self._next_fresh, self._next_fresh + fresh, dtype=np.int32)
+        if fresh < wanted:
+            chosen = self.policy.victims(wanted - fresh, self.flags, self.pins)
+            for number, frame_of in enumerate(self.frame_of):
+                _evict(chosen, self.row_of, self.table_of, number, frame_of)
+            victims = np.concatenate([victims, chosen])
+        self._next_fresh += fresh
+        taken = np.empty(len(victims), np.int64)
+        state = (self.frame_of[table], self.row_of, self.table_of, self.pins, self.flags)
+        n = _assign(rows, frames, victims, table, *state, taken)
+        self.pinned += int(n)
+        if n:
+            self.policy.filled(table, rows[taken], victims)
+        return taken
+
+    def filled(self, frames: Frames) -> None:
+        """The frames' bytes are there."""
+        _clear(frames, self.flags, FILLING)
+
+    def filling(self, frames: Frames) -> bool:
+        """Whether any of the frames still waits for its bytes."""
+        return bool(_any_flag(frames, self.flags, FILLING))
+
+    def lease(self, table: int, rows: Rows, frames: Frames) -> None:
+        """Give the frames (pinned, filled) to one step: versions rise, they count as dirty from now on (rule 2)."""
+        self.dirty[table] += int(_lease(frames, self.flags, self.version))
+        self.policy.touched(table, rows, frames)
+
+    def end_lease(self, frames: Frames) -> None:
+        """The step is done with the frames."""
+        _clear(frames, self.flags, LEASED)
+
+    def unpin(self, frames: Frames) -> None:
+        """Take one pin off each (negative numbers: none there)."""
+        self.pinned -= int(_unpin(frames, self.pins))
+
+    def collect(self, table: int, limit: int, *, unpinned_only: bool) -> Frames:
+        """Up to `limit` dirty frames to write; they count as being written until `written`."""
+        out = np.empty(limit, np.int32)
+        args = (self.table_of, self.flags, self.pins, unpinned_only, self._hands[table], out)
+        n, self._hands[table] = _collect(table, *args)
+        return out[:n]
+
+    def written(self, table: int, frames: Frames, versions: NDArray[np.uint32]) -> None:
+        """The write of the frames is over; clean are those whose version is the one that was copied."""
+        self.dirty[table] -= int(_written(frames, versions, self.flags, self.version))
+
+    def reset(self) -> None:
+        """Forget every row; nothing may be in flight, pinned or leased."""
+        for frame_of in self.frame_of:
+            frame_of[:] = NO_FRAME
+        self.row_of[:] = -1
+        self.table_of[:] = -1
+        self.pins[:] = 0
+        self.pinned = 0
+        self.flags[:] = FREE
+        self.dirty = [0] * len(self.frame_of)
+        self._next_fresh = 0
+        policy = Policy(self.n_frames)
+        for frame_of in self.frame_of:
+            policy.add_table(len(frame_of))
+        self.policy = policy
+
+    def count(self, mask: int) -> int:
+        """Number of frames with any of the flags."""
+        return int(np.count_nonzero(self.flags & mask))
+
+    def moments(self, dtype: Any) -> NDArray[Any]:
+        """The frames as numbers: [n_frames, record_bytes / itemsize] of `dtype`, the same memory."""
+        return self.memory.view(dtype)
+
+
+__all__ = ["DIRTY", "DONE_FRAME", "FILLING", "FRAME_OVERHEAD_BYTES", "NO_FRAME", "WRITING", "Arena"]

@@ -1,0 +1,49 @@
+"""The engine's one lock, and the only way to the bookkeeping behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from dsa.errors import DsaError, UsageError
+from dsa.io.bookkeeping import Bookkeeping
+
+
+class Access:
+    """`with access as books:` holds the lock. An interrupt that leaves the bookkeeping half-changed is latched.
+
+    Args:
+        latch: called, under the lock, with the error that every later call is to raise.
+    """
+
+    def __init__(self, books: Bookkeeping, latch: Callable[[BaseException], None]) -> None:
+        self.condition = threading.Condition(threading.Lock())
+        self._books = books
+        self._latch = latch
+        self._waiting = False
+
+    def __enter__(self) -> Bookkeeping:
+        self.condition.acquire()
+        return self._books
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not self._waiting and not isinstance(error, DsaError):
+                self._latch(
+                    UsageError(
+                        f"{type(error).__name__} ({error}) came while the engine kept its books, which may now be wrong; "
+                        "load_state_dict() a checkpoint together with the model, or close() and resume"
+                    )
+                )
+            self._waiting = False
+        finally:
+            self.condition.release()
+
+    def wait(self) -> None:
+        """Wait, inside `with`, until something has changed; an interrupt while waiting harms nothing."""
+        self._waiting = True
+        self.condition.wait()
+        self._waiting = False

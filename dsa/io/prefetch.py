@@ -1,0 +1,61 @@
+"""Prefetch: brings the rows of coming batches into frames, in window order, while steps run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from dsa.io.bookkeeping import Bookkeeping, FillJob
+from dsa.io.pipeline_parts import Access
+from dsa.io.rowlog import RowLog
+
+JOBS_IN_FLIGHT = 3
+"""Reads that run at once: while one is checked and copied to frames, the next is with the device."""
+
+
+class Prefetch:
+    """A task on the loop; `wanted` is set whenever there may be something to bring in."""
+
+    def __init__(
+        self, access: Access, log: RowLog, frames_wanted: Callable[[], None], latch: Callable[[BaseException], None]
+    ) -> None:
+        self.wanted = asyncio.Event()
+        self._access = access
+        self._log = log
+        self._frames_wanted = frames_wanted
+        self._latch = latch
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled: begin what can be begun, then wait to be woken."""
+        while True:
+            self.wanted.clear()
+            while len(self._running) < JOBS_IN_FLIGHT:
+                job, short = self._next()
+                if short:
+                    self._frames_wanted()
+                if job is None:
+                    break
+                task = asyncio.create_task(self._bring(job))
+                self._running.add(task)
+                task.add_done_callback(self._done)
+            await self.wanted.wait()
+
+    def _next(self) -> tuple[FillJob | None, bool]:
+        with self._access as books:
+            return _next(books)
+
+    async def _bring(self, job: FillJob) -> None:
+        try:
+            await self._log.fill(job)
+        except Exception as error:
+            self._latch(error)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self.wanted.set()
+
+
+def _next(books: Bookkeeping) -> tuple[FillJob | None, bool]:
+    job = books.next_fill()
+    return job, books.frames_wanted

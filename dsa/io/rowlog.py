@@ -1,0 +1,208 @@
+"""The log of one table: records into frames, dirty frames into segments, live records out of mostly dead ones.
+
+Every method moves bytes for a job of the bookkeeping and reports back under the engine's lock. A segment is written
+with one request, from an aligned buffer; records are read in extents; every record is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.config import IOConfig
+from dsa.errors import CorruptError
+from dsa.io.backends.base import Backend, Extents, File
+from dsa.io.bookkeeping import Bookkeeping, CleanJob, FillJob, Table, WriteJob
+from dsa.io.extents import plan
+from dsa.io.layout import checked_gather, checked_scatter, read_header, round_up, write_header, zero_frames
+from dsa.io.memory import PAGE_BYTES, allocate
+
+Bytes = NDArray[np.uint8]
+
+
+class Buffers:
+    """Page-aligned I/O buffers, lent one at a time and grown where one is too small; used on the loop only."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._idle: list[Bytes] = []
+
+    def borrow(self, nbytes: int) -> Bytes:
+        """A buffer of at least so many bytes."""
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
+            self._idle.clear()
+        return self._idle.pop() if self._idle else allocate(round_up(self._nbytes, PAGE_BYTES), np.uint8)
+
+    def give_back(self, buffer: Bytes) -> None:
+        """The buffer is not used any more."""
+        if len(buffer) >= self._nbytes:
+            self._idle.append(buffer)
+
+
+@dataclass
+class RowLog:
+    """Moves the bytes of the bookkeeping's jobs.
+
+    Args:
+        lock: the engine's; `settled` is called under it whenever something that others may wait for has changed.
+    """
+
+    backend: Backend
+    books: Bookkeeping
+    config: IOConfig
+    lock: threading.Condition
+    settled: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._buffers = Buffers(self.config.read_chunk_bytes + 2 * self.config.merge_gap_bytes)
+        self._segment_buffers = Buffers(PAGE_BYTES)
+        self._growing = asyncio.Lock()
+
+    async def fill(self, job: FillJob) -> None:
+        """Bring the job's records into their frames, each one checked.
+
+        Raises:
+            CorruptError: a record does not match its check in the index.
+            DeviceError: the read failed.
+        """
+        table = job.table
+        words = table.arena.words
+        if job.new:
+            self.fill_new(job)
+            return
+        file: File = table.file
+        rows, checks, frames = job.rows, job.checks, job.frames
+        record_bytes = table.record.record_bytes
+        offsets = table.layout.offsets(job.slots)
+        reach = plan(
+            offsets,
+            record_bytes,
+            merge_gap_bytes=self.config.merge_gap_bytes,
+            max_request_bytes=self.config.max_request_bytes,
+            alignment=file.alignment,
+        )
+        buffer = self._buffers.borrow(reach.buffer_bytes + 8)
+
+        def arrive() -> None:
+            # Records sit at whole words of the buffer: offsets in the file are, and extents begin at whole blocks
+            # or at a record.
+            wrong = checked_scatter(
+                buffer[: len(buffer) // 8 * 8].view(np.uint64),
+                reach.positions // 8,
+                record_bytes // 8,
+                rows,
+                checks,
+                words,
+                frames,
+            )
+            if wrong >= 0:
+                raise CorruptError(
+                    f"table {table.name!r}: the record of row {rows[wrong]} in {file.path} at byte {offsets[wrong]} "
+                    f"({record_bytes} bytes) does not match its check {checks[wrong]:08x}; go back to a generation "
+                    "that verifies, or restore the directory from a copy"
+                )
+            self._filled(job)
+
+        await self.backend.read(file, reach.extents, buffer, then=arrive)
+        self._buffers.give_back(buffer)
+
+    def fill_new(self, job: FillJob) -> None:
+        """Make the frames of rows that were never written all zero: no I/O, from any thread."""
+        zero_frames(job.table.arena.words, job.frames)
+        self._filled(job)
+
+    def _filled(self, job: FillJob) -> None:
+        with self.lock:
+            self.books.filled(job)
+            self.settled()
+
+    async def write(self, job: WriteJob) -> None:
+        """Write the job's frames as one segment; the index follows."""
+        table, layout = job.table, job.table.layout
+        count = len(job.frames)
+        await self._reach(table, job.segment)
+        buffer = self._segment_buffers.borrow(layout.segment_bytes)
+        used = buffer[: layout.used_bytes(count)]
+
+        def fill_segment() -> None:
+            records = self._records(used, table, count)
+            checked_gather(table.arena.words, job.frames, job.rows, records, job.checks)
+            with self.lock:
+                self.books.copied(job)
+            used[layout.header_bytes + count * layout.record_bytes :] = 0
+            write_header(used, layout, job.segment, table.identity, job.rows)
+
+        await self.backend.write(table.file, job.segment * layout.segment_bytes, used, before=fill_segment)
+        self._segment_buffers.give_back(buffer)
+        with self.lock:
+            self.books.written(job)
+            self.settled()
+
+    def _records(self, segment: Bytes, table: Table, count: int) -> NDArray[np.uint64]:
+        start = table.layout.header_bytes
+        flat = segment[start : start + count * table.layout.record_bytes]
+        return flat.view(np.uint64).reshape(count, table.layout.record_bytes // 8)
+
+    async def _reach(self, table: Table, segment: int) -> None:
+        """Make the file long enough for the segment; files are whole segments long."""
+        async with self._growing:  # one at a time: a late truncate must not cut what another one has grown
+            if segment >= table.file_segments:
+                n_segments = len(table.segments)
+                await self.backend.truncate(table.file, n_segments * table.layout.segment_bytes)
+                table.file_segments = n_segments
+
+    async def clean(self, job: CleanJob) -> None:
+        """Move the live records of the job's victims into one segment; the index follows where it has not moved on."""
+        table, layout = job.table, job.table.layout
+        await self._reach(table, job.target)
+        source = self._segment_buffers.borrow(layout.segment_bytes)
+        target = self._segment_buffers.borrow(layout.segment_bytes)
+        all_rows = np.empty(layout.slots, np.int64)
+        all_slots = np.empty(layout.slots, np.int64)
+        all_checks = np.empty(layout.slots, np.uint32)
+        moved = 0
+        for victim, used in zip(job.victims, job.used, strict=True):
+            length = layout.segment_bytes if used < 0 else layout.used_bytes(used)
+            single = np.array([length], np.int64)
+            extent = Extents(np.array([victim * layout.segment_bytes], np.int64), single, np.zeros(1, np.int64))
+            await self.backend.read(table.file, extent, source)
+            named = read_header(source, layout, victim, table.identity, table.file.path)
+            with self.lock:
+                live = np.flatnonzero(self.books.still_live(table, named, victim))
+                rows = named[live]
+                slots, checks = table.segments.locate(rows)
+            part = slice(moved, moved + len(rows))
+            all_rows[part], all_slots[part], all_checks[part] = rows, slots, checks
+            records = self._records(source, table, len(named))
+            into = self._records(target, table, layout.slots)
+            wrong = checked_scatter(
+                records.reshape(-1),
+                live * (layout.record_bytes // 8),
+                layout.record_bytes // 8,
+                rows,
+                checks,
+                into,
+                np.arange(moved, moved + len(rows), dtype=np.int32),
+            )
+            if wrong >= 0:
+                offset = int(layout.offsets(slots[wrong : wrong + 1])[0])
+                raise CorruptError(
+                    f"table {table.name!r}: the record of row {rows[wrong]} in {table.file.path} at byte {offset} does "
+                    f"not match its check {checks[wrong]:08x} (found while cleaning segment {victim})"
+                )
+            moved += len(rows)
+        used_bytes = layout.used_bytes(moved)
+        target[layout.header_bytes + moved * layout.record_bytes : used_bytes] = 0
+        write_header(target, layout, job.target, table.identity, all_rows[:moved])
+        await self.backend.write(table.file, job.target * layout.segment_bytes, target[:used_bytes])
+        self._segment_buffers.give_back(source)
+        self._segment_buffers.give_back(target)
+        with self.lock:
+            self.books.cleaned(job, all_rows[:moved], all_slots[:moved], all_checks[:moved])
+            self.settled()

@@ -1,0 +1,284 @@
+"""Where every record of a table is in its log, and which segments are free, written, live or retained. Pure.
+
+Slots are numbered through the file: segment x slots a segment + slot. The index changes only when a write has
+completed (rule 4); a segment is free again only when nothing live or retained is in it and every read that was
+submitted before it fell empty has ended (rule 5).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.io.compile import kernel
+from dsa.io.layout import SegmentLayout
+
+NEVER_WRITTEN = -1
+CLEANING_RESERVE = 2  # segments that only cleaning may take
+
+FREE, OPEN, FULL, CLEANING, LIMBO = range(5)
+
+Slots = NDArray[Any]  # int32 or int64 [n_rows]
+Checks = NDArray[np.uint32]
+
+
+@kernel
+def _locate(
+    rows: NDArray[np.int64],
+    slots: Slots,
+    checks: Checks,
+    out_slots: NDArray[np.int64],
+    out_checks: Checks,
+) -> None:
+    for i in range(len(rows)):
+        out_slots[i] = slots[rows[i]]
+        out_checks[i] = checks[rows[i]]
+
+
+@kernel
+def _point(
+    rows: NDArray[np.int64],
+    first_slot: int,
+    new_checks: Checks,
+    slots: Slots,
+    checks: Checks,
+    live: NDArray[np.int32],
+    slots_per_segment: int,
+    expected: NDArray[np.int64],
+    emptied: NDArray[np.int64],
+) -> tuple[int, int, int]:
+    """Point rows at consecutive slots; VOID rows are skipped, and so is a row that is not at `expected` any more.
+
+    Returns how many rows moved, how many were never written before, and how many segments fell empty (`emptied`).
+    """
+    moved, fresh, n_emptied = 0, 0, 0
+    compare = len(expected) > 0
+    for i in range(len(rows)):
+        row = rows[i]
+        if row < 0:
+            continue
+        old = slots[row]
+        if compare and old != expected[i]:
+            continue
+        if old >= 0:
+            segment = old // slots_per_segment
+            live[segment] -= 1
+            if live[segment] == 0:
+                emptied[n_emptied] = segment
+                n_emptied += 1
+        else:
+            fresh += 1
+        slots[row] = first_slot + i
+        checks[row] = new_checks[i]
+        live[(first_slot + i) // slots_per_segment] += 1
+        moved += 1
+    return moved, fresh, n_emptied
+
+
+@kernel
+def _count_live(slots: Slots, slots_per_segment: int, live: NDArray[np.int32]) -> int:
+    """Live records of each segment; the number of records in all, or -1 where a slot lies beyond the log."""
+    total = 0
+    for row in range(len(slots)):
+        slot = slots[row]
+        if slot >= 0:
+            segment = slot // slots_per_segment
+            if segment >= len(live):
+                return -1
+            live[segment] += 1
+            total += 1
+    return total
+
+
+class Segments:
+    """The location index of one table and the fate of its log's segments.
+
+    Args:
+        layout: the segment's geometry.
+        slots: int32 or int64 [n_rows], the location index; checks: uint32 [n_rows].
+    """
+
+    def __init__(self, layout: SegmentLayout, slots: Slots, checks: Checks) -> None:
+        self.layout = layout
+        self.slots = slots
+        self.checks = checks
+        self.live_records = 0
+        self.changed = False  # since the last commit
+        self.state = np.zeros(0, np.uint8)
+        self.live = np.zeros(0, np.int32)
+        self.used = np.zeros(0, np.int32)  # records that were written to the segment; -1: not known
+        self.retained = np.zeros(0, np.bool_)  # some generation refers to it
+        self._free: list[int] = []
+        self._limbo: list[tuple[int, int]] = []  # (ticket that reads must have reached, segment)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+    @property
+    def free_segments(self) -> int:
+        """Segments that can be written at once."""
+        return len(self._free)
+
+    def locate(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Checks]:
+        """Slots (NEVER_WRITTEN: none) and checks of the rows, as copies."""
+        slots = np.empty(len(rows), np.int64)
+        checks = np.empty(len(rows), np.uint32)
+        _locate(rows, self.slots, self.checks, slots, checks)
+        return slots, checks
+
+    def allocate(self, *, cleaning: bool) -> int:
+        """A segment to write; the log grows where none is free (a reserve of free ones is for cleaning)."""
+        if len(self._free) > (0 if cleaning else CLEANING_RESERVE):
+            segment = heapq.heappop(self._free)
+        else:
+            segment = len(self)
+            self._grow_to(segment + 1)
+        self.state[segment] = OPEN
+        self.used[segment] = 0
+        return segment
+
+    def _grow_to(self, n_segments: int) -> None:
+        extra = n_segments - len(self)
+        self.state = np.concatenate([self.state, np.full(extra, FREE, np.uint8)])
+        self.live = np.concatenate([self.live, np.zeros(extra, np.int32)])
+        self.used = np.concatenate([self.used, np.full(extra, -1, np.int32)])
+        self.retained = np.concatenate([self.retained, np.zeros(extra, np.bool_)])
+
+    def written(
+        self, segment: int, rows: NDArray[np.int64], checks: Checks, ticket: int, expected: NDArray[np.int64] | None
+    ) -> None:
+        """A segment's write has completed: the index follows (with `expected`: only where it still says so).
+
+        Args:
+            rows: int64 [n], VOID_ROW where a slot holds nothing.
+            ticket: reads submitted from now on have this number or a later one.
+        """
+        emptied = np.empty(len(rows), np.int64)
+        nothing = np.empty(0, np.int64)
+        per_segment = self.layout.slots
+        index = (self.slots, self.checks, self.live, per_segment, nothing if expected is None else expected, emptied)
+        moved, fresh, n_emptied = _point(rows, segment * per_segment, checks, *index)
+        self.live_records += fresh
+        self.changed = self.changed or moved > 0
+        self.used[segment] = len(rows)
+        self.state[segment] = FULL
+        for number in emptied[:n_emptied]:
+            self._give_up(int(number), ticket)
+        self._give_up(segment, ticket)
+
+    def abandon(self, segment: int, ticket: int) -> None:
+        """A segment was allocated or chosen for cleaning and that came to nothing, or its cleaning has ended."""
+        self.state[segment] = FULL
+        self._give_up(segment, ticket)
+
+    def _give_up(self, segment: int, ticket: int) -> None:
+        if self.state[segment] == FULL and self.live[segment] == 0 and not self.retained[segment]:
+            self.state[segment] = LIMBO
+            self._limbo.append((ticket, segment))
+
+    def reads_ended(self, oldest: int) -> None:
+        """Every read with a number below `oldest` has ended: what fell empty before that can be reused (rule 5)."""
+        if not self._limbo:
+            return
+        waiting = []
+        for ticket, segment in self._limbo:
+            if ticket <= oldest:
+                self.state[segment] = FREE
+                heapq.heappush(self._free, segment)
+            else:
+                waiting.append((ticket, segment))
+        self._limbo = waiting
+
+    def retain(self, retained: NDArray[np.bool_], ticket: int) -> None:
+        """Set which segments generations refer to (those beyond the array: none); what that frees is given up."""
+        self.retained[:] = False
+        n = min(len(retained), len(self))
+        self.retained[:n] = retained[:n]
+        for segment in np.flatnonzero((self.state == FULL) & (self.live == 0) & ~self.retained):
+            self._give_up(int(segment), ticket)
+
+    def live_segments(self) -> NDArray[np.bool_]:
+        """bool [n_segments]: those that the index points into."""
+        return np.asarray(self.live > 0)
+
+    # Cleaning.
+
+    def limit_segments(self) -> int:
+        """How many segments the log may have before cleaning must give some back: twice the live records, and some."""
+        live_bytes = self.live_records * self.layout.record_bytes
+        spare = 4 + CLEANING_RESERVE
+        retained_only = int(np.count_nonzero(self.retained))
+        return 2 * live_bytes // self.layout.segment_bytes + spare + retained_only
+
+    def wants_cleaning(self) -> bool:
+        """Whether the log is over its limit and has few free segments left."""
+        return len(self._free) <= CLEANING_RESERVE and len(self) >= self.limit_segments()
+
+    def choose_victims(self) -> list[int]:
+        """Segments whose live records together fit one segment, fewest live first; they are being cleaned from now on.
+
+        None where cleaning would gain nothing: every segment nearly full.
+        """
+        candidates = np.flatnonzero((self.state == FULL) & ~self.retained)
+        if len(candidates) == 0:
+            return []
+        order = candidates[np.argsort(self.live[candidates], kind="stable")]
+        room = self.layout.slots
+        victims: list[int] = []
+        for segment in order[: max(2, room)]:
+            live = int(self.live[segment])
+            if live > room:
+                break
+            room -= live
+            victims.append(int(segment))
+        if len(victims) < 2:  # one full segment moved to another: no gain
+            return []
+        for segment in victims:
+            self.state[segment] = CLEANING
+        return victims
+
+    def still_live(self, rows: NDArray[np.int64], segment: int) -> NDArray[np.bool_]:
+        """Which of a segment's slots (with the rows that its header names) hold the row's current record."""
+        slots = np.arange(len(rows), dtype=np.int64) + segment * self.layout.slots
+        named = rows >= 0
+        live = np.zeros(len(rows), np.bool_)
+        live[named] = self.slots[rows[named]] == slots[named]
+        return live
+
+    # Opening.
+
+    def rebuild(self, n_segments: int, retained: NDArray[np.bool_]) -> bool:
+        """Work out all counts anew from the index, for a log of so many segments; False: the index points beyond it."""
+        self.state = np.zeros(0, np.uint8)
+        self.live = np.zeros(0, np.int32)
+        self.used = np.zeros(0, np.int32)
+        self.retained = np.zeros(0, np.bool_)
+        self._free, self._limbo = [], []
+        self._grow_to(n_segments)
+        total = int(_count_live(self.slots, self.layout.slots, self.live))
+        if total < 0:
+            return False
+        self.live_records = total
+        n = min(len(retained), n_segments)
+        self.retained[:n] = retained[:n]
+        busy = (self.live > 0) | self.retained
+        self.state[busy] = FULL
+        self._free = [int(segment) for segment in np.flatnonzero(~busy)]
+        self.changed = False
+        return True
+
+    def trailing_free(self) -> int:
+        """How many segments at the end of the log are free."""
+        busy = np.flatnonzero(self.state != FREE)
+        return len(self) - (int(busy[-1]) + 1 if len(busy) else 0)
+
+    def shrink(self, count: int) -> None:
+        """Drop so many free segments from the end of the log."""
+        keep = len(self) - count
+        self.state, self.live = self.state[:keep], self.live[:keep]
+        self.used, self.retained = self.used[:keep], self.retained[:keep]
+        self._free = [segment for segment in self._free if segment < keep]
+        heapq.heapify(self._free)

@@ -1,0 +1,101 @@
+"""Write-behind: moves dirty frames into segments, behind training, and cleans the log as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from dsa.io.bookkeeping import Table, WriteJob
+from dsa.io.pipeline_parts import Access
+from dsa.io.rowlog import RowLog
+
+WRITES_IN_FLIGHT = 2
+"""Segments under way at once: one is filled from frames while the other is with the device."""
+CLEANINGS_PER_SEGMENT = 4
+"""So many cleanings at most before a segment is written: the log grows rather than waits."""
+
+
+class WriteBehind:
+    """A task on the loop; `wanted` is set whenever there may be something to write.
+
+    `turn` is held by whoever writes: the task itself, or a checkpoint, which must not be overtaken.
+    """
+
+    def __init__(
+        self, access: Access, log: RowLog, dirty_share: float, latch: Callable[[BaseException], None]
+    ) -> None:
+        self.wanted = asyncio.Event()
+        self.turn = asyncio.Lock()
+        self._access = access
+        self._log = log
+        self._dirty_share = dirty_share
+        self._latch = latch
+        self._running: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def run(self) -> None:
+        """Until cancelled: write what is due, then wait to be woken."""
+        while True:
+            self.wanted.clear()
+            try:
+                async with self.turn:
+                    await self._write_due()
+            except Exception as error:
+                self._latch(error)
+                return
+            await self.wanted.wait()
+
+    async def drain(self) -> None:
+        """Write every dirty frame; returns when all of them, and all that was under way, are in the file.
+
+        The caller holds `turn`, and no step runs meanwhile.
+        """
+        with self._access as books:
+            books.draining = True
+        try:
+            while True:
+                await self._write_due()
+                await self._land(0)
+                with self._access as books:
+                    if not books.dirty_frames():
+                        return
+        finally:
+            with self._access as books:
+                books.draining = False
+
+    async def _write_due(self) -> None:
+        while True:
+            await self._land(WRITES_IN_FLIGHT - 1)
+            with self._access as books:
+                job = books.next_write(self._dirty_share)
+            if job is None:
+                return
+            await self._clean(job.table)
+            self._running.add(asyncio.create_task(self._write(job)))
+
+    async def _land(self, most: int) -> None:
+        """Wait until at most so many writes are under way.
+
+        Raises:
+            DeviceError: one of them failed.
+        """
+        while len(self._running) > most:
+            ended, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            del ended
+            if self._failure is not None:
+                raise self._failure
+
+    async def _write(self, job: WriteJob) -> None:
+        try:
+            await self._log.write(job)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._latch(error)
+
+    async def _clean(self, table: Table) -> None:
+        for _ in range(CLEANINGS_PER_SEGMENT):
+            with self._access as books:
+                job = books.next_clean(table)
+            if job is None:
+                return
+            await self._log.clean(job)
