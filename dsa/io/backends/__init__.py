@@ -11,7 +11,17 @@ from dsa.io.backends.aio import AiofilesBackend
 from dsa.io.backends.base import Backend, Bytes, Counters, Extents, File
 from dsa.io.backends.threads import ThreadsBackend
 
-__all__ = ["CANDIDATES", "Backend", "Bytes", "Counters", "Extents", "File", "open_backend"]
+__all__ = [
+    "CANDIDATES",
+    "AiofilesBackend",
+    "Backend",
+    "Bytes",
+    "Counters",
+    "Extents",
+    "File",
+    "ThreadsBackend",
+    "open_backend",
+]
 
 _log = logging.getLogger("dsa")
 

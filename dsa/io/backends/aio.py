@@ -21,7 +21,7 @@ from dsa.config import IOConfig
 from dsa.errors import DeviceError
 from dsa.io.backends.base import Bytes, File
 from dsa.io.backends.iothreads import IOThreads, ended
-from dsa.io.backends.posix_files import LocalFiles, open_descriptor, reported
+from dsa.io.backends.posix_files import LocalFiles, descriptor, open_descriptor, reported
 from dsa.io.extents import Extents, check_placement
 
 _MOST_READ_THREADS = 16
@@ -118,6 +118,7 @@ class AiofilesBackend(LocalFiles):
         view = _view(buffer)
         if view.readonly:
             raise ValueError("the buffer to read into is read-only")
+        descriptor(file, "read")
         wanted = check_placement(extents, view.nbytes)
         self.counters.read_requests += len(wanted)
         self.counters.read_bytes += int(wanted.lengths.sum())
@@ -159,6 +160,7 @@ class AiofilesBackend(LocalFiles):
         view = _view(buffer)
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")
+        descriptor(file, "write")
         if view.nbytes:
             self.counters.write_requests += 1
             self.counters.write_bytes += view.nbytes

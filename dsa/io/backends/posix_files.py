@@ -36,6 +36,17 @@ def reported(what: str, path: Path, offset: int | None = None, length: int | Non
         raise DeviceError(error.errno or 0, what, path, offset, length) from error
 
 
+def descriptor(file: File, what: str) -> int:
+    """The file's descriptor.
+
+    Raises:
+        DeviceError: the file was closed.
+    """
+    if file.fd < 0:
+        raise DeviceError(errno.EBADF, what, file.path)
+    return file.fd
+
+
 def open_descriptor(path: Path, flags: int) -> int:
     """A descriptor that programs started later do not inherit, for reading here and there."""
     with reported("open", path):
@@ -143,15 +154,16 @@ class LocalFiles(Backend):
     async def sync(self, file: File) -> None:
         self.counters.syncs += 1
         with reported("sync", file.path):
-            await self._on_file_thread(sync_descriptor, file.fd)
+            await self._on_file_thread(sync_descriptor, descriptor(file, "sync"))
 
     async def truncate(self, file: File, length: int) -> None:
         with reported("truncate", file.path, 0, length):
-            await self._on_file_thread(os.ftruncate, file.fd, length)
+            await self._on_file_thread(os.ftruncate, descriptor(file, "truncate"), length)
 
     async def punch(self, file: File, offset: int, length: int) -> bool:
         with reported("punch", file.path, offset, length):
-            return await self._on_file_thread(punch_descriptor, file.fd, offset, length)
+            fd = descriptor(file, "punch")
+            return await self._on_file_thread(punch_descriptor, fd, offset, length)
 
     async def write_whole(self, path: Path, parts: Sequence[Bytes]) -> None:
         self.counters.write_requests += len(parts)

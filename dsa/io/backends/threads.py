@@ -27,7 +27,7 @@ from dsa.config import IOConfig
 from dsa.errors import ConfigError, DeviceError
 from dsa.io.backends.base import Bytes, File
 from dsa.io.backends.iothreads import IOThreads, ended
-from dsa.io.backends.posix_files import LocalFiles
+from dsa.io.backends.posix_files import LocalFiles, descriptor
 from dsa.io.compile import kernel
 from dsa.io.extents import Extents, check_placement
 
@@ -144,6 +144,7 @@ class ThreadsBackend(LocalFiles):
         memory = _address(buffer)
         if not buffer.flags.writeable:
             raise ValueError("the buffer to read into is read-only")
+        descriptor(file, "read")
         wanted = check_placement(extents, buffer.nbytes)
         self.counters.read_requests += len(wanted)
         self.counters.read_bytes += int(wanted.lengths.sum())
@@ -163,6 +164,7 @@ class ThreadsBackend(LocalFiles):
         memory = _address(buffer)
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")
+        descriptor(file, "write")
         if buffer.nbytes:
             self.counters.write_requests += 1
             self.counters.write_bytes += buffer.nbytes

@@ -1,0 +1,128 @@
+"""How each backend is made for the contract suite, with faults between it and the operating system.
+
+A new backend joins by an entry in RIGS. Its `make` gets a `Faults` and calls `faults.transfer` in place of every
+request for data ("read" or "write", offset, number of bytes): what that returns is the number of bytes to move at
+most, what it raises is the request's failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsa.config import IOConfig
+from dsa.io.backends.aio import AiofilesBackend
+from dsa.io.backends.base import Backend
+from dsa.io.backends.threads import SystemCalls, ThreadsBackend
+
+PATIENCE_S = 30.0
+
+
+def _open_gate() -> threading.Event:
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
+@dataclass
+class Faults:
+    """What goes wrong with requests; nothing by default.
+
+    Args:
+        most_bytes: longer transfers are cut short.
+        interrupts: so many requests more are interrupted.
+        errors: a request that touches the byte of the file fails with the errno.
+        gates: a closed gate holds requests of that kind back.
+        entered: set when a request of that kind has come to its gate.
+        arrived: released once by each request.
+        log: every request, in order.
+    """
+
+    most_bytes: int = 1 << 40
+    interrupts: int = 0
+    errors: dict[int, int] = field(default_factory=dict)
+    gates: dict[str, threading.Event] = field(default_factory=lambda: {"read": _open_gate(), "write": _open_gate()})
+    entered: dict[str, threading.Event] = field(
+        default_factory=lambda: {"read": threading.Event(), "write": threading.Event()}
+    )
+    arrived: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    log: list[tuple[str, int, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def transfer(self, what: str, offset: int, nbytes: int) -> int:
+        with self._lock:
+            self.log.append((what, offset, nbytes))
+            interrupted = self.interrupts > 0
+            self.interrupts -= interrupted
+        self.entered[what].set()
+        self.arrived.release()
+        if not self.gates[what].wait(PATIENCE_S):
+            raise AssertionError(f"nobody opened the gate for {what}")
+        if interrupted:
+            raise InterruptedError(4, "interrupted")
+        for place, number in self.errors.items():
+            if offset <= place < offset + nbytes:
+                if place > offset:
+                    return min(place - offset, self.most_bytes)  # what comes before it still moves
+                raise OSError(number, os.strerror(number))
+        return min(nbytes, self.most_bytes)
+
+    def open_gates(self) -> None:
+        for gate in self.gates.values():
+            gate.set()
+
+
+@dataclass(frozen=True)
+class Rig:
+    name: str
+    make: Callable[[IOConfig, Faults], Backend]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _threads(config: IOConfig, faults: Faults) -> Backend:
+    libc = ctypes.CDLL(None, use_errno=True)
+    prototype = ctypes.CFUNCTYPE(
+        ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
+    )
+
+    def faulty(what: str, call: Any) -> Any:
+        call.argtypes, call.restype = prototype._argtypes_, ctypes.c_ssize_t  # type: ignore[attr-defined]
+
+        def through(fd: int, memory: int, nbytes: int, offset: int) -> int:
+            try:
+                nbytes = faults.transfer(what, offset, nbytes)
+            except OSError as error:
+                ctypes.set_errno(error.errno or 0)
+                return -1
+            moved: int = call(fd, memory, nbytes, offset)
+            return moved
+
+        return prototype(through)
+
+    callbacks = [faulty("read", libc.pread), faulty("write", libc.pwrite)]
+    pread, pwrite = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in callbacks)
+    calls = SystemCalls(pread, pwrite, SystemCalls.of_libc().errno_location)
+    backend = ThreadsBackend(config, calls=calls)
+    backend.callbacks = callbacks  # type: ignore[attr-defined]  # they must outlive the backend
+    return backend
+
+
+def _aiofiles(config: IOConfig, faults: Faults) -> Backend:
+    class FaultyFile(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            return super().readinto(buffer[: faults.transfer("read", self.tell(), len(buffer))])
+
+        def write(self, buffer: Any) -> int | None:
+            return super().write(buffer[: faults.transfer("write", self.tell(), len(buffer))])
+
+    return AiofilesBackend(config, raw=FaultyFile)
+
+
+RIGS = [Rig("threads", _threads), Rig("aiofiles", _aiofiles)]
