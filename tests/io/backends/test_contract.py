@@ -336,11 +336,13 @@ async def test_many_reads_and_writes_at_once_do_not_mix(backend: Backend, file: 
     assert file.path.read_bytes() == expected.tobytes()
 
 
-async def test_reads_syncs_and_names_do_not_wait_for_a_write(
+async def test_reads_syncs_and_names_do_not_wait_for_writes(
     backend: Backend, file: File, faults: Faults, tmp_path: Path
 ) -> None:
     faults.gates["write"].clear()
-    writing = asyncio.ensure_future(backend.write(file, 0, np.zeros(100, np.uint8)))
+    count = 40  # more than any backend has threads for reading
+    writes = [backend.write(file, i * 10, np.zeros(10, np.uint8)) for i in range(count)]
+    writing = asyncio.gather(*writes)
     await until(faults.entered["write"])
     buffer = np.zeros(40, np.uint8)
     await backend.read(file, extents((1000, 10, 0), (2000, 10, 10), (3000, 10, 20), (4000, 10, 30)), buffer)

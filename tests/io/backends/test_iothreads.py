@@ -59,24 +59,29 @@ def test_signals_are_blocked_in_the_threads_and_only_there() -> None:
     threads.shut_down(PATIENCE_S)
 
 
-def test_threads_end_with_the_last_reference_and_keep_no_work_alive() -> None:
+def test_an_idle_thread_keeps_no_work_alive() -> None:
     class Work:
         def do(self) -> None:
             pass
 
-    threads = IOThreads("t", 2)
-    work = Work()
-    seen = weakref.ref(work)
+    threads = IOThreads("t", 1)
+    work, gone = Work(), threading.Event()
+    weakref.finalize(work, gone.set)
     threads.submit(work.do).result(PATIENCE_S)
-    threads.submit(int).result(PATIENCE_S)
+    del work
+    assert gone.wait(PATIENCE_S)
+    threads.shut_down(PATIENCE_S)
+
+
+def test_threads_end_with_the_last_reference() -> None:
+    threads = IOThreads("t", 2)
     threads.submit(int).result(PATIENCE_S)
     workers = threads._threads
-    del work, threads
+    del threads
     gc.collect()
     for worker in workers:
         worker.join(PATIENCE_S)
         assert not worker.is_alive()
-    assert seen() is None
 
 
 def test_shut_down_from_one_of_the_threads_does_not_wait_for_itself() -> None:
