@@ -5,7 +5,7 @@ precision, so nothing is promoted, and nothing is contracted. SparseAdam's numer
 sum that becomes the new exp_avg, and likewise below the root: so the second pass reads the new moments, and only the
 roots need scratch memory.
 
-Arrays are flat: one compiled version serves every layout. `stride` is the items from one frame to the next; weight
+Arrays are flat, and begin at the first row of the block: one compiled version serves every layout. `stride` is the items from one frame to the next; weight
 `j` of row `r` is at `r * row_stride + j * column_stride`. Half-precision numbers (bf16 and fp16) come as their bits:
 `table` holds the float32 of each, `bf16` says how to round back.
 """
@@ -89,7 +89,7 @@ def update_moments(
         exp_avg = moments[at : at + width]
         exp_avg_sq = moments[at + width : at + 2 * width]
         _move(exp_avg, exp_avg_sq, values[i * width : (i + 1) * width], rate1, rate2)
-        root = roots[(i - first) * width : (i - first + 1) * width]
+        root = roots[i * width : (i + 1) * width]
         for j in range(width):
             root[j] = exp_avg_sq[j]
 
@@ -116,7 +116,7 @@ def update_moments_half(
         exp_avg_sq = moments[at + width : at + 2 * width]
         _unpack(values, i * width, 1, table, grad)
         _move(exp_avg, exp_avg_sq, grad, rate1, rate2)
-        root = roots[(i - first) * width : (i - first + 1) * width]
+        root = roots[i * width : (i + 1) * width]
         for j in range(width):
             root[j] = exp_avg_sq[j]
 
@@ -141,7 +141,7 @@ def update_weights(
     for i in range(first, last):
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
-        root = roots[(i - first) * width : (i - first + 1) * width]
+        root = roots[i * width : (i + 1) * width]
         place = rows[i] * row_stride
         if column_stride == 1:
             weight = weights[place : place + width]
@@ -176,7 +176,7 @@ def update_weights_half(
     for i in range(first, last):
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
-        root = roots[(i - first) * width : (i - first + 1) * width]
+        root = roots[i * width : (i + 1) * width]
         place = rows[i] * row_stride
         _unpack(weights, place, column_stride, table, weight)
         for j in range(width):

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numba import carray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import UsageError
+from dsa.io.compile import kernel
+from dsa.optim import workers
+from dsa.optim.workers import at_address, claim, region
+
+# The cells of the summing region: its claim counter, sizes in rows and items, addresses.
+_CLAIMED, _RUNS, _PART_RUNS, _WIDTH, _VALUES, _ORDER, _STARTS, _SUMS, _NEGATE, _CELLS = range(10)
+_ANY = 1 << 48  # arrays over bare addresses have no length of their own
 
 
 @dataclass(frozen=True)
@@ -37,17 +49,122 @@ def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | No
         None where there is no gradient; no rows where the gradient is empty.
 
     Raises:
-        UsageError: the gradient is dense, complex, of another shape, or has more than one sparse dimension.
+        UsageError: the gradient is dense, complex, of another shape, has more than one sparse dimension, or has rows
+            that the parameter does not have.
     """
     grad = param.grad
     if grad is None:
         return None
     _check(name, param, grad)
     grad = grad.detach()
+    indices, values = grad._indices()[0], grad._values()
+    count, width = len(indices), math.prod(param.shape[1:])
+    if count == 0 or width == 0:
+        return SparseGradient(indices.new_empty(0), values.new_empty(0, width))
+    if grad.is_coalesced() and _ascending(indices):
+        sums = -values if maximize else values
+        _check_range(name, param, indices[0], indices[-1])
+        return SparseGradient(indices.contiguous(), sums.reshape(count, width).contiguous())
+    # Torch's own sort: below 2**15 rows it is not stable on every processor, and sums of three depend on their order.
+    ordered, order = indices.sort(0)
+    _check_range(name, param, ordered[0], ordered[-1])
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        return _sum_duplicates(ordered, order, values.reshape(count, width).contiguous(), maximize)
+    grad._coalesced_(False)  # of this detached alias only: it may say so falsely
     whole = (-grad if maximize else grad).coalesce()
-    rows = whole.indices()[0].contiguous()
-    width = math.prod(param.shape[1:])
-    return SparseGradient(rows, whole.values().reshape(len(rows), width).contiguous())
+    return SparseGradient(whole.indices()[0].contiguous(), whole.values().reshape(-1, width).contiguous())
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile, or load from the cache, all that `unique_rows` needs for parameters of `dtype`."""
+    if dtype in (torch.float32, torch.float64):
+        _sum_duplicates(torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.ones(2, 1, dtype=dtype), False)
+
+
+def _sum_duplicates(ordered: Tensor, order: Tensor, values: Tensor, maximize: bool) -> SparseGradient:
+    count, width = values.shape
+    starts = np.empty(count + 1, np.int64)
+    distinct = _runs(ordered.numpy(), starts)
+    sums = values.new_empty(distinct, width)
+    cells = np.zeros(_CELLS, np.int64)
+    cells[_RUNS], cells[_PART_RUNS], cells[_WIDTH] = distinct, max(1, workers.PART_ELEMENTS // width), width
+    cells[_VALUES], cells[_ORDER], cells[_SUMS] = values.data_ptr(), order.data_ptr(), sums.data_ptr()
+    cells[_STARTS], cells[_NEGATE] = starts.__array_interface__["data"][0], maximize
+    summing = _sums_region(np.float64 if values.dtype == torch.float64 else np.float32)
+    workers.run(summing.address, cells, distinct * width)
+    return SparseGradient(ordered[torch.from_numpy(starts[:distinct])], sums)
+
+
+@kernel
+def _runs(ordered: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
+    """Where each run of equal rows starts, with the end of the last one after them; returns how many there are."""
+    found = 0
+    for i in range(len(ordered)):
+        if i == 0 or ordered[i] != ordered[i - 1]:
+            starts[found] = i
+            found += 1
+    starts[found] = len(ordered)
+    return found
+
+
+@kernel
+def _sum_runs(
+    values: NDArray[np.floating[Any]],
+    order: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    width: int,
+    first: int,
+    last: int,
+    negate: bool,
+    sums: NDArray[np.floating[Any]],
+) -> None:
+    """Sum the values of runs `first` to `last`, each in its order from the left, as torch does."""
+    for run in range(first, last):
+        total = sums[run * width : (run + 1) * width]
+        for at in range(starts[run], starts[run + 1]):
+            value = values[order[at] * width : (order[at] + 1) * width]
+            if at > starts[run]:
+                if negate:
+                    for j in range(width):
+                        total[j] -= value[j]
+                else:
+                    for j in range(width):
+                        total[j] += value[j]
+            elif negate:
+                for j in range(width):
+                    total[j] = -value[j]
+            else:
+                for j in range(width):
+                    total[j] = value[j]
+
+
+@functools.cache
+def _sums_region(real: type[np.floating[Any]]) -> Any:
+    def sum_runs(address: int) -> None:
+        cells = carray(at_address(address), _CELLS, np.int64)
+        count, part, width, negate = cells[_RUNS], cells[_PART_RUNS], cells[_WIDTH], cells[_NEGATE] != 0
+        values = carray(at_address(cells[_VALUES]), _ANY, real)
+        order = carray(at_address(cells[_ORDER]), _ANY, np.int64)
+        starts = carray(at_address(cells[_STARTS]), _ANY, np.int64)
+        sums = carray(at_address(cells[_SUMS]), _ANY, real)
+        first = claim(address) * part
+        while first < count:
+            _sum_runs(values, order, starts, width, first, min(first + part, count), negate, sums)
+            first = claim(address) * part
+
+    return region(sum_runs)
+
+
+def _ascending(indices: Tensor) -> bool:
+    return bool((indices[1:] > indices[:-1]).all())
+
+
+def _check_range(name: str, param: Tensor, least: Tensor, most: Tensor) -> None:
+    if int(least) < 0 or int(most) >= len(param):
+        raise UsageError(
+            f"the gradient of {name} has rows {int(least)} to {int(most)}, the parameter has {len(param)}: "
+            f"the tensor was built by hand; torch.sparse.check_sparse_tensor_invariants finds where"
+        )
 
 
 def _check(name: str, param: Tensor, grad: Tensor) -> None:

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import ConfigError
-from dsa.optim import fused
-from dsa.optim.workers import share_out
+from dsa.optim import regions, workers
 
-SCRATCH_BYTES = 8 << 20  # of each worker, for one block's roots, or for gathered weights
+SCRATCH_BYTES = 16 << 20  # for one block's roots, or for gathered weights
 _HALVES = (torch.bfloat16, torch.float16)
 _local = threading.local()
 
@@ -213,83 +212,64 @@ def _update_rows(
     hyper: Hyperparameters,
     exact: bool,
 ) -> None:
-    width = values.shape[1]
+    """Fill in the cells of a region and run it, block by block where the roots of all rows are too large."""
+    count, width = values.shape
     real = moments.dtype.type
-    rate1, rate2 = real(1 - hyper.beta1), real(1 - hyper.beta2)
-    eps, minus_step_size = real(hyper.eps), real(-hyper.step_size)
-    half = weights.dtype in _HALVES
     if values.dtype != weights.dtype:
-        values = values.to(torch.from_numpy(moments).dtype)
-    half_values = values.dtype in _HALVES
-    table = _floats_of_halves(weights.dtype) if half else None
-    bf16 = weights.dtype == torch.bfloat16
-    # One array type each, whatever came: contiguous, writable, of one dimension.
-    flat, stride = _flat(moments)
-    place = np.require(frames, np.int32, "CW")
-    numbers = rows.contiguous().numpy()
-    gradient = _numpy(values.reshape(-1))
-    memory, (row_stride, column_stride) = _memory(weights)
-
-    def fast_part(first: int, last: int) -> None:
-        layout = (memory, row_stride, column_stride, numbers, width, first, last)
-        factors = (rate1, rate2, eps, minus_step_size)
-        if half:
-            fused.update_fast_half(flat, stride, place, gradient, *layout, *factors, table, bf16)
-        else:
-            fused.update_fast(flat, stride, place, gradient, *layout, *factors)
-
-    def exact_part(first: int, last: int) -> None:
-        block_rows = max(1, SCRATCH_BYTES // (width * moments.itemsize))
-        for start in range(first, last, block_rows):
-            end = min(start + block_rows, last)
-            roots, root_tensor = _scratch((end - start) * width, moments.dtype)
-            block = (gradient, width, start, end, rate1, rate2, roots)
-            if half_values:
-                fused.update_moments_half(flat, stride, place, *block, table)
-            else:
-                fused.update_moments(flat, stride, place, *block)
-            root_tensor.sqrt_()
-            layout = (memory, row_stride, column_stride, numbers, width, start, end, eps, minus_step_size, roots)
-            if half:
-                fused.update_weights_half(flat, stride, place, *layout, table, bf16)
-            else:
-                fused.update_weights(flat, stride, place, *layout)
-
-    mixed = half and not half_values
-    share_out(exact_part if exact or mixed else fast_part, len(rows), values.numel())
+        values = values.to(torch.float64 if real is np.float64 else torch.float32)
+        exact = True  # the one pass of the fast kernel knows one dtype
+    frames = np.ascontiguousarray(frames, np.int32)
+    rows, values = rows.contiguous(), values.contiguous()
+    factors = np.array([1 - hyper.beta1, 1 - hyper.beta2, hyper.eps, -hyper.step_size])
+    cells = regions.new_cells(count, width)
+    cells[regions.FACTORS] = _address(factors)
+    cells[regions.MOMENTS], cells[regions.STRIDE] = _address(moments), moments.strides[0] // moments.itemsize
+    cells[regions.WEIGHTS] = weights.data_ptr()
+    cells[regions.ROW_STRIDE] = weights.stride(0)
+    cells[regions.COLUMN_STRIDE] = weights.stride(1) if width > 1 else 1
+    if weights.dtype in _HALVES:
+        cells[regions.TABLE] = _address(_floats_of_halves(weights.dtype))
+        cells[regions.BF16] = weights.dtype == torch.bfloat16
+    kinds = (_item(values.dtype), _item(weights.dtype))
+    block_rows = max(1, SCRATCH_BYTES // (width * moments.itemsize)) if exact else count
+    for start in range(0, count, block_rows):
+        size = min(block_rows, count - start)
+        cells[regions.COUNT] = size
+        cells[regions.FRAMES] = _address(frames) + start * frames.itemsize
+        cells[regions.ROWS] = rows.data_ptr() + start * rows.element_size()
+        cells[regions.VALUES] = values.data_ptr() + start * width * values.element_size()
+        if not exact:
+            _run(regions.fast_region(real, kinds[1]), cells, size * width)
+            continue
+        roots = _scratch(size * width, torch.float64 if real is np.float64 else torch.float32)
+        cells[regions.ROOTS] = roots.data_ptr()
+        _run(regions.moments_region(real, kinds[0]), cells, size * width)
+        roots.sqrt_()
+        _run(regions.weights_region(real, kinds[1]), cells, size * width)
 
 
-def _flat(moments: NDArray[np.floating[Any]]) -> tuple[NDArray[np.floating[Any]], int]:
-    """The same memory in one dimension, and the items from one row to the next."""
-    if moments.flags.c_contiguous:
-        return moments.reshape(-1), moments.shape[1]
-    stride = moments.strides[0] // moments.itemsize
-    span = (len(moments) - 1) * stride + moments.shape[1]
-    flat = np.lib.stride_tricks.as_strided(moments, (span,), (moments.itemsize,))
-    return flat, stride
+def _run(region: Any, cells: NDArray[np.int64], elements: int) -> None:
+    cells[regions.CLAIMED] = 0
+    workers.run(region.address, cells, elements)
 
 
-def _memory(weights: Tensor) -> tuple[NDArray[Any], tuple[int, int]]:
-    """The parameter's memory in one dimension, from its first weight to its last, and its two strides in items."""
-    row_stride, column_stride = weights.stride()
-    span = (weights.shape[0] - 1) * row_stride + (weights.shape[1] - 1) * column_stride + 1
-    flat = weights.as_strided((span,), (1,), weights.storage_offset())
-    return _numpy(flat), (row_stride, column_stride if weights.shape[1] > 1 else 1)
+def _address(array: NDArray[Any]) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
-def _numpy(flat: Tensor) -> NDArray[Any]:
-    bits = flat.view(torch.int16).numpy().view(np.uint16) if flat.dtype in _HALVES else flat.numpy()
-    return bits  # type: ignore[no-any-return]
+def _item(dtype: torch.dtype) -> type[np.generic]:
+    """The numpy type that regions see memory of this dtype as: bits for half precision."""
+    if dtype in _HALVES:
+        return np.uint16
+    return np.float64 if dtype == torch.float64 else np.float32
 
 
-def _scratch(items: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], Tensor]:
-    """This thread's scratch memory, as an array and as a tensor; it grows to the largest block so far."""
-    kept: dict[np.dtype[Any], NDArray[Any]] = _local.__dict__.setdefault("scratch", {})
-    whole = kept.get(dtype)
-    if whole is None or len(whole) < items:
-        kept.clear()
-        whole = kept[dtype] = np.empty(items, dtype)
-    return whole[:items], torch.from_numpy(whole[:items])
+def _scratch(items: int, dtype: torch.dtype) -> Tensor:
+    """This thread's scratch memory; it grows to the largest block so far."""
+    kept: Tensor | None = getattr(_local, "scratch", None)
+    if kept is None or kept.dtype != dtype or len(kept) < items:
+        kept = _local.scratch = torch.empty(items, dtype=dtype)
+    return kept[:items]
 
 
 @functools.cache

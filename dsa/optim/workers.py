@@ -1,114 +1,157 @@
-"""Threads of the kernels' own, which carry out one step's nogil loops beside the calling thread.
+"""Nogil loops over rows, on all cores that torch may use, for one release of the GIL.
 
-Each return from a nogil loop may wait for the GIL (5 ms where another thread is busy in Python): so a job is split
-into one part a worker, never more, and the calling thread takes the first part itself.
+Torch's OpenMP threads spin for milliseconds after each of its parallel operations, and a Python thread that is woken
+beside them, or beside a busy interpreter, waits as long. So a loop is not given to threads of our own where that can be
+helped, but run as a parallel region of the OpenMP runtime that torch has loaded, by those same threads, which need no
+GIL. Where no such runtime is found (macOS, Windows), Python threads run the same loop.
+
+A loop is a `region`: a compiled function of one address, that of an int64 array, its cells. It claims parts of the rows until
+none is left, so any number of threads may run it, and one that is held up costs the others nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import queue
+import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import torch
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import NumbaWarning
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-ELEMENTS_PER_WORKER = 1 << 15  # a part smaller than this does not pay for waking a thread
+PART_ELEMENTS = 1 << 13  # numbers in one claimed part of the rows
+PARALLEL_ELEMENTS = 1 << 16  # fewer than these do not pay for a second core
 
-
-class _Crew:
-    """Daemon threads that take parts from one queue; they belong to the process that started them."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.size = 0
-        self.lock = threading.Lock()
-
-    def grow(self, size: int) -> None:
-        """Start threads until there are `size`."""
-        if self.size >= size:
-            return
-        with self.lock:
-            threads = torch.get_num_threads()
-            ready: queue.SimpleQueue[None] = queue.SimpleQueue()
-            started = 0
-            while self.size < size:
-                name = f"dsa-kernel-{self.size}"
-                threading.Thread(target=_work, args=(self.parts, ready), name=name, daemon=True).start()
-                self.size += 1
-                started += 1
-            for _ in range(started):
-                ready.get()
-            # Each thread has set torch's thread count to 1 for itself; torch also takes the last value set for
-            # threads that come later, so the caller's is set again.
-            torch.set_num_threads(threads)
+_log = logging.getLogger("dsa")
+_Run = Callable[[int, int, int], None]
 
 
-_crew = _Crew()
+@intrinsic
+def at_address(typing_context: Any, address: Any) -> Any:
+    """In a region: the pointer with this address."""
+
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), make
 
 
-def _work(parts: queue.SimpleQueue[Any], ready: queue.SimpleQueue[None]) -> None:
-    torch.set_num_threads(1)  # else each worker's torch operation would start as many threads again
-    ready.put(None)
-    while True:
-        part, first, last, outcomes = parts.get()
-        outcome: BaseException | None = None
-        try:
-            part(first, last)
-        except BaseException as error:
-            outcome = error
-        outcomes.put(outcome)
-        del part, outcomes, outcome
+@intrinsic
+def claim(typing_context: Any, address: Any) -> Any:
+    """In a region: the value of the int64 at this address, raised by one in the same instant."""
+
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        cell = builder.inttoptr(arguments[0], cgutils.intp_t.as_pointer())
+        return builder.atomic_rmw("add", cell, cgutils.intp_t(1), "monotonic")
+
+    return types.int64(types.int64), make
 
 
-def share_out(part: Callable[[int, int], None], rows: int, elements: int) -> None:
-    """Run `part(first, last)` over all of `range(rows)`, in as many threads as torch may use now and as pay.
+def region(function: Callable[[int], None]) -> Callable[[int], None]:
+    """Compile a region now; the result has an `address`. Cached on disk where that is possible."""
+    signature = types.void(types.int64)
+    try:
+        return numba.cfunc(signature, cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        _log.info("a compiled region is not cached: %s", error)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumbaWarning)
+            return numba.cfunc(signature)(function)  # type: ignore[no-any-return]
 
-    Returns only when every part has ended, also when one of them failed or the caller was interrupted: nothing is
-    written behind the caller's back.
+
+def run(region_address: int, cells: NDArray[Any], elements: int) -> None:
+    """Run a region over its cells, in as many threads as torch may use and as pay; returns when all have ended.
 
     Args:
-        part: works on rows `first` to `last`, in any thread, at the same time as on other rows.
-        rows: how many there are.
-        elements: how many numbers they hold together.
-
-    Raises:
-        BaseException: the first failure of a part.
+        region_address: of a compiled region.
+        cells: what it works on; the first is its claim counter, 0.
+        elements: how many numbers there are to work on.
     """
-    workers = min(torch.get_num_threads(), rows, elements // ELEMENTS_PER_WORKER)
-    if workers <= 1:
-        part(0, rows)
-        return
-    crew = _own_crew()
-    crew.grow(workers - 1)
-    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    bounds = [rows * worker // workers for worker in range(workers + 1)]
-    for first, last in zip(bounds[1:-1], bounds[2:], strict=True):
-        crew.parts.put((part, first, last, outcomes))
-    failures: list[BaseException] = []
-    try:
-        part(0, bounds[1])
-    except BaseException as error:
-        failures.append(error)
-    pending = workers - 1
-    while pending:
+    workers = torch.get_num_threads() if elements >= PARALLEL_ELEMENTS else 1
+    address: int = cells.__array_interface__["data"][0]
+    if workers == 1:
+        _call(region_address, address)
+    else:
+        _run_parallel(region_address, address, workers)
+
+
+def _call(region_address: int, cells_address: int) -> None:
+    _PROTOTYPE(region_address)(cells_address)  # ctypes gives the GIL back meanwhile
+
+
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+def _openmp() -> _Run | None:
+    """A parallel region of the OpenMP runtime that torch has loaded; the entry point is one that GNU's, Intel's and
+    LLVM's runtimes share."""
+    if not sys.platform.startswith("linux"):
+        return None
+    for name, mode in ((None, ctypes.DEFAULT_MODE), ("libgomp.so.1", os.RTLD_NOLOAD | os.RTLD_LAZY)):
         try:
-            outcome = outcomes.get()
-        except BaseException as interrupt:
-            failures.append(interrupt)
+            parallel = ctypes.CDLL(name, mode=mode).GOMP_parallel
+        except (OSError, AttributeError):
             continue
-        pending -= 1
-        if outcome is not None:
-            failures.append(outcome)
-    if failures:
-        raise failures[0]
+        parallel.restype = None
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+
+        def run_parallel(region_address: int, cells_address: int, workers: int, parallel: Any = parallel) -> None:
+            parallel(region_address, cells_address, workers, 0)
+
+        return run_parallel
+    return None
 
 
-def _own_crew() -> _Crew:
-    """This process's crew: a forked child has none of its parent's threads, and its lock may have been held."""
-    global _crew
-    if _crew.pid != os.getpid():
-        _crew = _Crew()
-    return _crew
+class Crew:
+    """Python threads that run regions beside the calling one; started when first needed, of one process."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._size = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def run(self, region_address: int, cells_address: int, workers: int) -> None:
+        """Run a region in `workers` threads, this one included. Returns only when all have ended, also when the
+        caller is interrupted: nothing is written behind its back."""
+        if self._pid != os.getpid():  # a forked child has none of these threads, and the lock may be held
+            self.__init__()  # type: ignore[misc]
+        with self._lock:
+            while self._size < workers - 1:
+                name = f"dsa-kernel-{self._size}"
+                threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True).start()
+                self._size += 1
+        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(workers - 1):
+            self._calls.put((region_address, cells_address, ended))
+        _call(region_address, cells_address)
+        interrupt: BaseException | None = None
+        pending = workers - 1
+        while pending:
+            try:
+                ended.get()
+                pending -= 1
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _serve(calls: queue.SimpleQueue[Any]) -> None:
+    while True:
+        region_address, cells_address, ended = calls.get()
+        _call(region_address, cells_address)
+        ended.put(None)
+
+
+_run_parallel: _Run = _openmp() or Crew().run
