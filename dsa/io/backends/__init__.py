@@ -10,6 +10,7 @@ from dsa.errors import ConfigError
 from dsa.io.backends.aio import AiofilesBackend
 from dsa.io.backends.base import Backend, Bytes, Counters, Extents, File
 from dsa.io.backends.threads import ThreadsBackend
+from dsa.io.backends.uring import UringBackend
 
 __all__ = [
     "CANDIDATES",
@@ -27,6 +28,7 @@ _log = logging.getLogger("dsa")
 
 # Best first. A factory raises when its backend cannot work here; what it says is shown to the user.
 CANDIDATES: tuple[tuple[str, Callable[[IOConfig], Backend]], ...] = (
+    ("uring", UringBackend),
     ("threads", ThreadsBackend),
     ("aiofiles", AiofilesBackend),
 )

@@ -21,7 +21,9 @@ _MAX_REQUEST_BYTES = 1 << 30
 _BLOCKED_WAIT_NS = 1_000_000
 _EINTR, _EAGAIN, _EBUSY, _ETIME, _ETIMEDOUT = 4, 11, 16, 62, 110  # Linux's; other systems lack some
 _NOP, _POLL_ADD, _POLLIN = 0, 6, 1
-_POLLED, _INJECTED = 1 << 62, 1 << 61  # marks in user_data, of requests that the test hook replaced
+# Marks in the user_data of requests that the test hook replaced: it is a poll; the answer is injected; it is an error.
+_POLLED, _INJECTED, _REFUSED = 1 << 62, 1 << 61, 1 << 60
+_INJECTED_AT, _INJECTED_MASK = 32, (1 << 28) - 1
 
 _ENTER_CALL = 426  # the same number on x86-64 and on every architecture that is younger than io_uring
 
@@ -33,9 +35,10 @@ _STATUS, _REQUEST, _ERRNO, _FLYING, _SUBMITTED, _MOVED = range(6)
 _KIND, _AT, _VALUE, _LEFT = range(4)
 
 # The test hook between ring and loop: rows of (kind, at, value, how many times), read and counted down by the loop.
-FAULT_SHORT = 1  # the request that covers file byte `at` moves only `value` bytes
-FAULT_ERROR = 2  # the request that covers file byte `at` moves nothing and ends with errno `value`
-FAULT_STALL = 3  # the request that covers file byte `at` is withheld until descriptor `value` is readable
+# The first three are meant for the request that covers file byte `at`, or for any one where `at` is negative.
+FAULT_SHORT = 1  # it ends short after `value` bytes (whole units of alignment are moved)
+FAULT_ERROR = 2  # what lies before `at` moves, in whole units; a request of which nothing does ends with errno `value`
+FAULT_STALL = 3  # it is withheld until descriptor `value` is readable
 FAULT_ENTER = 4  # after `at` calls, io_uring_enter does nothing and fails with errno `value`
 FAULT_TAKE = 5  # a submit takes at most `value` entries
 FAULT_UNCANCELLABLE = 6  # what was withheld cannot be cancelled
@@ -74,18 +77,24 @@ def _enter(ring_fd: int, submit: int, wait_for: int, argument: NDArray[np.int64]
 
 
 @kernel
-def _replace(entry: NDArray[np.int64], offset: int, length: int, faults: NDArray[np.int64]) -> None:
+def _replace(entry: NDArray[np.int64], offset: int, length: int, alignment: int, faults: NDArray[np.int64]) -> None:
     """Apply to a submission entry the first fault that is meant for it."""
     for i in range(len(faults)):
-        if faults[i, _LEFT] <= 0 or faults[i, _AT] < offset or faults[i, _AT] >= offset + length:
+        kind, place, value = faults[i, _KIND], faults[i, _AT], faults[i, _VALUE]
+        if faults[i, _LEFT] <= 0 or (place >= 0 and (place < offset or place >= offset + length)):
             continue
-        kind, value = faults[i, _KIND], faults[i, _VALUE]
+        before = (place - offset) // alignment * alignment
         if kind == FAULT_SHORT:
-            entry[3] = min(value, entry[3])
+            value = min(value, length)
+            entry[3] = value - value % alignment
+            entry[4] |= _INJECTED | (value << _INJECTED_AT)
+        elif kind == FAULT_ERROR and before > 0:
+            entry[3] = before
+            return
         elif kind == FAULT_ERROR:
             entry[:4] = 0
             entry[0] = _NOP
-            entry[4] |= _INJECTED | (value << 40)
+            entry[4] |= _INJECTED | _REFUSED | (value << _INJECTED_AT)
         elif kind == FAULT_STALL:
             entry[:4] = 0
             entry[0] = _POLL_ADD | (value << 32)
@@ -159,7 +168,7 @@ def move(
             entry[4] = which
             entry[5:] = 0
             if len(faults) > 0:
-                _replace(entry, offset, length, faults)
+                _replace(entry, offset, length, alignment, faults)
             tail = (tail + 1) & 0xFFFFFFFF
             queued += 1
             submitted += 1
@@ -176,7 +185,7 @@ def move(
         rest = (tail - np.int64(words[where[_SQ_HEAD]])) & 0xFFFFFFFF  # what the kernel did not take
         flying += queued - rest
         queued = rest
-        blocked = result == -_EAGAIN or result == -_EBUSY
+        blocked = result == -_EAGAIN or result == -_EBUSY or (result == 0 and submit > 0)
 
         end = np.int64(words[where[_CQ_TAIL]])
         reaped = head != end
@@ -191,7 +200,8 @@ def move(
                 repeats += 1
                 continue
             if tag & _INJECTED:
-                answer = -((tag >> 40) & 0xFFFF)
+                answer = (tag >> _INJECTED_AT) & _INJECTED_MASK
+                answer = -answer if tag & _REFUSED else answer
             if answer == -_EINTR or answer == -_EAGAIN:
                 tries[which] += 1
                 wrong = -answer if tries[which] >= _TRIES else -1

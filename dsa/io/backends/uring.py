@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsa.config import MIB, IOConfig
 from dsa.errors import ClosedError, ConfigError, DeviceError, ForkedError
 from dsa.io.backends.base import Bytes, File
 from dsa.io.backends.direct import DirectFiles
 from dsa.io.backends.iothreads import IOThreads, ended
-from dsa.io.backends.posix_files import LocalFiles
+from dsa.io.backends.posix_files import LocalFiles, descriptor
 from dsa.io.backends.ring import READ, WRITE, Ring
-from dsa.io.backends.ringloop import BROKEN, NO_FAULTS, STALLED, WHOLE
+from dsa.io.backends.ringloop import BROKEN, STALLED, WHOLE
 from dsa.io.extents import Extents, check_placement
 
 # A segment is one request; only longer writes are cut.
@@ -41,7 +40,6 @@ class UringBackend(LocalFiles):
 
     Args:
         config: `queue_depth` requests are in flight at most, reads and writes each; `stall_timeout_s`.
-        faults: int64 [n, 4], the test hook between ring and loop (ringloop.FAULT_...).
 
     Raises:
         ConfigError: io_uring cannot be used here; the message says why.
@@ -49,10 +47,10 @@ class UringBackend(LocalFiles):
 
     name: ClassVar[str] = "uring"
 
-    def __init__(self, config: IOConfig, *, faults: NDArray[np.int64] = NO_FAULTS) -> None:
+    def __init__(self, config: IOConfig) -> None:
         self._direct = DirectFiles()
-        self._reader = _RingThread("dsa-uring-read", READ, config, faults)
-        self._writer = _RingThread("dsa-uring-write", WRITE, config, faults)
+        self._reader = _RingThread("dsa-uring-read", READ, config)
+        self._writer = _RingThread("dsa-uring-write", WRITE, config)
         super().__init__(self._reader.threads, self._writer.threads)
         try:
             self._reader.start()
@@ -60,6 +58,13 @@ class UringBackend(LocalFiles):
         except OSError as error:
             self.shut_down(config.stall_timeout_s)
             raise ConfigError(f"it needs io_uring: {error.strerror}") from error
+
+    @property
+    def rings(self) -> tuple[Ring, Ring]:
+        """The ring for reads and the one for writes; their `faults` are the test hook."""
+        if self._reader.ring is None or self._writer.ring is None:
+            raise ClosedError("the rings were never made")
+        return self._reader.ring, self._writer.ring
 
     def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
         file = super().open(path, create=create, writable=writable)
@@ -70,6 +75,7 @@ class UringBackend(LocalFiles):
     async def read(
         self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
     ) -> None:
+        descriptor(file, "read")
         if not buffer.flags.writeable:
             raise ValueError("the buffer to read into is read-only")
         wanted = check_placement(extents, buffer.nbytes)
@@ -81,6 +87,7 @@ class UringBackend(LocalFiles):
     async def write(
         self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
     ) -> None:
+        descriptor(file, "write")
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")
         at = np.arange(0, buffer.nbytes, _MOST_WRITE_BYTES, dtype=np.int64)
@@ -113,13 +120,12 @@ def _check_alignment(file: File, extents: Extents, buffer: Bytes) -> None:
 class _RingThread:
     """A thread, and the ring that it made and alone uses."""
 
-    def __init__(self, name: str, op: int, config: IOConfig, faults: NDArray[np.int64]) -> None:
+    def __init__(self, name: str, op: int, config: IOConfig) -> None:
         self.threads = IOThreads(name, 1)
         self._what = "read" if op == READ else "write"
         self._op = op
         self._config = config
-        self._faults = faults
-        self._ring: Ring | None = None
+        self.ring: Ring | None = None
 
     def start(self) -> None:
         """Make the ring, and move some bytes with it.
@@ -132,8 +138,7 @@ class _RingThread:
     def _start(self) -> None:
         depth = self._config.queue_depth
         wake = max(depth // _WAKE_SHARE, 1)
-        # The trial must not use up what the tests inject.
-        self._ring = ring = Ring(depth, wake, self._config.stall_timeout_s)
+        self.ring = ring = Ring(depth, wake, self._config.stall_timeout_s)
         ends = os.pipe()
         try:
             os.write(ends[1], b"12345678")
@@ -145,7 +150,6 @@ class _RingThread:
         if outcome.status != WHOLE:
             number = outcome.errno
             raise OSError(number, f"the trial of io_uring_enter failed: {os.strerror(number)} (errno {number})")
-        ring.faults = self._faults
 
     def submit(
         self,
@@ -166,7 +170,7 @@ class _RingThread:
         before: Callable[[], None] | None,
         then: Callable[[], None] | None,
     ) -> None:
-        ring = self._ring
+        ring = self.ring
         if ring is None or ring.closed:
             raise DeviceError(0, f"{self._what} (not tried: an earlier one is stuck in the device)", file.path)
         if before is not None:
@@ -194,5 +198,5 @@ class _RingThread:
             self.threads.submit(self._close)
 
     def _close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
+        if self.ring is not None:
+            self.ring.close()

@@ -8,17 +8,25 @@ most, what it raises is the request's failure.
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
+import pytest
 
 from dsa.config import IOConfig
 from dsa.io.backends.aio import AiofilesBackend
 from dsa.io.backends.base import Backend
+from dsa.io.backends.ring import Outcome, Ring
+from dsa.io.backends.ringloop import FAULT_ERROR, FAULT_SHORT, FAULT_STALL
 from dsa.io.backends.threads import SystemCalls, ThreadsBackend
+from dsa.io.backends.uring import UringBackend
 
 PATIENCE_S = 30.0
 
@@ -125,4 +133,66 @@ def _aiofiles(config: IOConfig, faults: Faults) -> Backend:
     return AiofilesBackend(config, raw=FaultyFile)
 
 
-RIGS = [Rig("threads", _threads), Rig("aiofiles", _aiofiles)]
+def _uring(config: IOConfig, faults: Faults) -> Backend:
+    backend = UringBackend(config)
+    for what, ring in zip(("read", "write"), backend.rings, strict=True):
+        ring.transfer = partial(_through_the_hook, faults, what, ring, ring.transfer)  # type: ignore[method-assign]
+    return backend
+
+
+def _through_the_hook(
+    faults: Faults, what: str, ring: Ring, transfer: Callable[..., Outcome], *job: Any
+) -> Outcome:
+    """Put the faults of the moment into the ring's test hook for one transfer, and count what came of them."""
+    always = 1 << 40
+    held = os.eventfd(0)
+    rows = [
+        (FAULT_STALL, -1, held, 0 if faults.gates[what].is_set() else always),
+        (FAULT_ERROR, -1, errno.EINTR, faults.interrupts),
+        *((FAULT_ERROR, place, number, always) for place, number in faults.errors.items()),
+        (FAULT_SHORT, -1, min(faults.most_bytes, 1 << 27), always if faults.most_bytes < 1 << 27 else 0),
+    ]
+    ring.faults = np.array(rows, np.int64)
+
+    def watch() -> None:
+        seen, open_ = 0, False
+        while not open_:
+            open_ = faults.gates[what].wait(0.001)
+            arrived = always - int(ring.faults[0, 3])
+            faults.arrived.release(arrived - seen) if arrived > seen else None
+            seen = arrived
+            if seen:
+                faults.entered[what].set()
+        ring.faults[0, 3] = 0
+        os.eventfd_write(held, 1)
+
+    watcher = threading.Thread(target=watch)
+    if rows[0][3]:
+        watcher.start()
+    try:
+        outcome = transfer(*job)
+    finally:
+        if rows[0][3]:
+            watcher.join()
+        os.close(held)
+    faults.interrupts = int(ring.faults[1, 3])
+    faults.log.extend([(what, -1, -1)] * outcome.submitted)
+    return outcome
+
+
+def why_no_uring() -> str:
+    """Why io_uring cannot be used here; empty where it can."""
+    try:
+        Ring(1, 1, 1.0).close()
+    except OSError as error:
+        return error.strerror
+    return "" if hasattr(os, "eventfd") else "the tests need os.eventfd"
+
+
+RIGS = [
+    Rig("threads", _threads),
+    Rig("aiofiles", _aiofiles),
+    pytest.param(
+        Rig("uring", _uring), marks=pytest.mark.skipif(bool(why_no_uring()), reason=why_no_uring() or "it works")
+    ),
+]
