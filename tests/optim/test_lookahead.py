@@ -158,14 +158,23 @@ class Shuffled:
 
     def __init__(self, workers: int) -> None:
         options: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
-        self.loader = DataLoader(
-            range(40), batch_size=4, shuffle=True, num_workers=workers, collate_fn=self.collate, **options
+        self.loader: DataLoader[Any] = DataLoader(
+            range(40),  # type: ignore[arg-type]
+            batch_size=4,
+            shuffle=True,
+            num_workers=workers,
+            collate_fn=self.collate,
+            **options,
         )
 
     @staticmethod
     def collate(rows: list[int]) -> torch.Tensor:
         negatives = [torch.randint(100, ()).item(), int(np.random.randint(100)), random.randrange(100)]
         return torch.tensor([*rows, *negatives])
+
+
+def numpy_state() -> list[int]:
+    return np.random.get_state(legacy=False)["state"]["key"].tolist()  # type: ignore[no-any-return]
 
 
 def train(depth: int, workers: int) -> tuple[list[Any], tuple[Any, ...]]:
@@ -181,7 +190,7 @@ def train(depth: int, workers: int) -> tuple[list[Any], tuple[Any, ...]]:
             loss = dropout(weights(batch)).sum().item()
             trail.append((batch.tolist(), loss, float(np.random.random()), random.random()))
             announcer.step()
-    return trail, (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+    return trail, (torch.get_rng_state().tolist(), numpy_state(), random.getstate())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -223,11 +232,11 @@ def test_random_states_come_back_after_an_error_in_the_loader() -> None:
     torch.manual_seed(0)
     batches, _ = lookahead(failing())
     iterator = iter(batches)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = torch.get_rng_state(), numpy_state(), random.getstate()
     with pytest.raises(OSError, match="no more data"):
         next(iterator)
     assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+    assert before[1:] == (numpy_state(), random.getstate())
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
