@@ -21,7 +21,8 @@ class IOConfig:
         merge_gap_bytes: two records are read in one request when at most this much lies between them.
         max_request_bytes: a longer extent is split.
         read_chunk_bytes: records travel from disk to frames in pieces of about this size.
-        known_batches: batches that the window remembers; more announcements are forgotten, youngest first.
+        known_batches, known_rows: batches, and rows in all of them together, that the window remembers; more
+            announcements are forgotten, youngest first. A row known costs 16 bytes.
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
             as many as fit the cache.
         dirty_share: write-behind starts when dirty frames are more than this share of the cache.
@@ -38,6 +39,7 @@ class IOConfig:
     max_request_bytes: int = 1 * MIB
     read_chunk_bytes: int = 4 * MIB
     known_batches: int = 256
+    known_rows: int = 1 << 20
     held_batches: int | None = None
     dirty_share: float = 0.25
     uvloop: bool = True
@@ -50,14 +52,15 @@ class IOConfig:
             "merge_gap_bytes": (0, 16 * MIB),
             "max_request_bytes": (4 * KIB, 64 * MIB),
             "read_chunk_bytes": (64 * KIB, 256 * MIB),
-            "known_batches": (1, 1 << 20),
+            "known_batches": (1, 60_000),
+            "known_rows": (1, 1 << 32),
             "held_batches": (0, 1 << 20),
             "dirty_share": (0.0, 1.0),
             "stall_timeout_s": (0.001, 1e9),
         }
         for field in fields(self):
             value: Any = getattr(self, field.name)
-            if field.name not in limits or value is None and "None" in str(field.type):
+            if field.name not in limits or (value is None and "None" in str(field.type)):
                 continue
             low, high = limits[field.name]
             whole = "float" not in str(field.type)

@@ -112,6 +112,9 @@ class Tally:
     rows_written: int = 0
     rows_cleaned: int = 0
     segments_cleaned: int = 0
+    judged_steps: int = 0  # steps for which something was announced, and nothing of it forgotten
+    judged_rows: int = 0
+    judged_announced: int = 0
 
 
 @dataclass
@@ -250,6 +253,11 @@ class Bookkeeping:
             self._reading[job.ticket] = job
             self._ready.append(job)
 
+    @property
+    def next_ticket(self) -> int:
+        """Reads submitted from now on have this number or a later one."""
+        return self._next_ticket + 1
+
     def _ticket(self) -> int:
         self._next_ticket += 1
         return self._next_ticket
@@ -265,7 +273,7 @@ class Bookkeeping:
 
     def _read_ended(self, ticket: int) -> None:
         del self._reading[ticket]
-        oldest = min(self._reading, default=self._next_ticket + 1)
+        oldest = min(self._reading, default=self.next_ticket)
         for table in self.tables:
             table.segments.reads_ended(oldest)
 
@@ -287,11 +295,18 @@ class Bookkeeping:
     def _judge(self, batch: Batch, covered: Sequence[Batch]) -> None:
         """Count how much of what the step touches had been announced."""
         self.tally.rows_touched += batch.rows
+        announced = 0
         for piece in batch.pieces:
             said = [other.rows for used in covered for other in used.pieces if other.table == piece.table]
-            self.tally.rows_announced += count_members(piece.rows, said)
+            said_rows = count_members(piece.rows, said)
+            announced += said_rows
         for used in covered:
             self._count_misses(used)
+        if covered and not any(used.forgotten for used in covered):
+            self.tally.judged_steps += 1
+            self.tally.judged_rows += batch.rows
+            self.tally.judged_announced += announced
+        self.tally.rows_announced += announced
 
     def _count_misses(self, batch: Batch) -> None:
         self.tally.misses += batch.brought_rows
@@ -407,7 +422,7 @@ class Bookkeeping:
 
     def written(self, job: WriteJob) -> None:
         """The segment is in the file: the index follows, and the frames that nobody changed since are clean."""
-        job.table.segments.written(job.segment, job.rows, job.checks, self._next_ticket + 1, None)
+        job.table.segments.written(job.segment, job.rows, job.checks, self.next_ticket, None)
         self._segments_settled()
         job.table.arena.written(job.table.arena_table, job.frames, job.versions)
         self._writing -= 1
@@ -418,7 +433,7 @@ class Bookkeeping:
         return sum(sum(arena.dirty) for arena in self.arenas)
 
     def _segments_settled(self) -> None:
-        oldest = min(self._reading, default=self._next_ticket + 1)
+        oldest = min(self._reading, default=self.next_ticket)
         for table in self.tables:
             table.segments.reads_ended(oldest)
 
@@ -441,7 +456,7 @@ class Bookkeeping:
         """The live records of the victims are in the target; the index follows where it still says `slots` (rule 4)."""
         segments = job.table.segments
         self._read_ended(job.ticket)
-        ticket = self._next_ticket + 1
+        ticket = self.next_ticket
         segments.written(job.target, rows, checks, ticket, slots)
         for victim in job.victims:
             segments.abandon(victim, ticket)
@@ -480,7 +495,7 @@ class Bookkeeping:
 
     def retain(self, table: Table, retained: NDArray[np.bool_]) -> None:
         """Set which of the table's segments generations refer to."""
-        table.segments.retain(retained, self._next_ticket + 1)
+        table.segments.retain(retained, self.next_ticket)
         self._segments_settled()
 
     def count_frames(self) -> dict[str, int]:

@@ -270,6 +270,16 @@ class Segments:
         self.changed = False
         return True
 
+    def clear(self, ticket: int) -> None:
+        """Make every row one that was never written."""
+        self.slots[:] = NEVER_WRITTEN
+        self.checks[:] = 0
+        self.live[:] = 0
+        self.live_records = 0
+        self.changed = True
+        for segment in np.flatnonzero(self.state == FULL):
+            self._give_up(int(segment), ticket)
+
     def trailing_free(self) -> int:
         """How many segments at the end of the log are free."""
         busy = np.flatnonzero(self.state != FREE)

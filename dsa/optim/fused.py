@@ -5,9 +5,11 @@ precision, so nothing is promoted, and nothing is contracted. SparseAdam's numer
 sum that becomes the new exp_avg, and likewise below the root: so the second pass reads the new moments, and only the
 roots need scratch memory.
 
-Arrays are flat, and begin at the first row of the block: one compiled version serves every layout. `stride` is the items from one frame to the next; weight
-`j` of row `r` is at `r * row_stride + j * column_stride`. Half-precision numbers (bf16 and fp16) come as their bits:
-`table` holds the float32 of each, `bf16` says how to round back.
+Arrays are flat, and begin at the first row of the block: one compiled version serves every layout. `stride` is the
+items from one frame to the next; weight `j` of row `r` is at `r * row_stride + j * column_stride`. Half-precision
+numbers (bf16 and fp16) come as their bits: `table` holds the float32 of each, `bf16` says how to round back.
+
+Rows lie far apart, and the processor cannot guess the next one: each loop asks for rows some way ahead of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
+from dsa.optim.native import prefetch
+
+_AHEAD = 4  # rows; the memory of so many is on its way at once
+_LINE_BYTES = 64
 
 Real = NDArray[np.floating[Any]]
 Bits = NDArray[np.uint16]
 Frames = NDArray[np.int32]
 Rows = NDArray[np.int64]
+
+
+@kernel
+def _ask_for(array: Any, first: int, items: int) -> None:
+    """Have the lines that hold these items brought near, for writing."""
+    start = array.ctypes.data + first * array.itemsize
+    for line in range(start, start + items * array.itemsize, _LINE_BYTES):
+        prefetch(line)
 
 
 @kernel
@@ -85,6 +99,8 @@ def update_moments(
 ) -> None:
     """Move the moments of rows `first` to `last` and leave each new exp_avg_sq in `roots`, side by side."""
     for i in range(first, last):
+        if i + _AHEAD < last:
+            _ask_for(moments, np.int64(frames[i + _AHEAD]) * stride, 2 * width)
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
         exp_avg_sq = moments[at + width : at + 2 * width]
@@ -111,6 +127,8 @@ def update_moments_half(
     """`update_moments` for a gradient in half precision."""
     grad = np.empty(width, moments.dtype)
     for i in range(first, last):
+        if i + _AHEAD < last:
+            _ask_for(moments, np.int64(frames[i + _AHEAD]) * stride, 2 * width)
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
         exp_avg_sq = moments[at + width : at + 2 * width]
@@ -139,6 +157,10 @@ def update_weights(
 ) -> None:
     """Move the weights of rows `first` to `last` by their moments and the roots."""
     for i in range(first, last):
+        if i + _AHEAD < last:
+            _ask_for(moments, np.int64(frames[i + _AHEAD]) * stride, width)
+            if column_stride == 1:
+                _ask_for(weights, rows[i + _AHEAD] * row_stride, width)
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
         root = roots[i * width : (i + 1) * width]
@@ -174,6 +196,10 @@ def update_weights_half(
     weight = np.empty(width, np.float32)
     bits = weight.view(np.uint32)
     for i in range(first, last):
+        if i + _AHEAD < last:
+            _ask_for(moments, np.int64(frames[i + _AHEAD]) * stride, width)
+            if column_stride == 1:
+                _ask_for(weights, rows[i + _AHEAD] * row_stride, width)
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
         root = roots[i * width : (i + 1) * width]
@@ -204,6 +230,10 @@ def update_fast(
 ) -> None:
     """Moments and weights of rows `first` to `last` in one pass, with the processor's own square root."""
     for i in range(first, last):
+        if i + _AHEAD < last:
+            _ask_for(moments, np.int64(frames[i + _AHEAD]) * stride, 2 * width)
+            if column_stride == 1:
+                _ask_for(weights, rows[i + _AHEAD] * row_stride, width)
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
         exp_avg_sq = moments[at + width : at + 2 * width]
@@ -244,6 +274,10 @@ def update_fast_half(
     weight = np.empty(width, np.float32)
     bits = weight.view(np.uint32)
     for i in range(first, last):
+        if i + _AHEAD < last:
+            _ask_for(moments, np.int64(frames[i + _AHEAD]) * stride, 2 * width)
+            if column_stride == 1:
+                _ask_for(weights, rows[i + _AHEAD] * row_stride, width)
         at = np.int64(frames[i]) * stride
         exp_avg = moments[at : at + width]
         exp_avg_sq = moments[at + width : at + 2 * width]

@@ -16,7 +16,8 @@ from torch import Tensor
 from dsa.errors import UsageError
 from dsa.io.compile import kernel
 from dsa.optim import workers
-from dsa.optim.workers import at_address, claim, region
+from dsa.optim.native import at_address, claim
+from dsa.optim.workers import region
 
 # The cells of the summing region: its claim counter, sizes in rows and items, addresses.
 _CLAIMED, _RUNS, _PART_RUNS, _WIDTH, _VALUES, _ORDER, _STARTS, _SUMS, _NEGATE, _CELLS = range(10)

@@ -17,6 +17,7 @@ from dsa.errors import ConfigError
 from dsa.optim import regions, workers
 
 SCRATCH_BYTES = 16 << 20  # for one block's roots, or for gathered weights
+_SERIAL_ELEMENTS = 2032  # torch gives the square roots of 2048 and more numbers to its threads
 _HALVES = (torch.bfloat16, torch.float16)
 _local = threading.local()
 
@@ -244,13 +245,21 @@ def _update_rows(
         roots = _scratch(size * width, torch.float64 if real is np.float64 else torch.float32)
         cells[regions.ROOTS] = roots.data_ptr()
         _run(regions.moments_region(real, kinds[0]), cells, size * width)
-        roots.sqrt_()
+        _take_roots(roots)
         _run(regions.weights_region(real, kinds[1]), cells, size * width)
 
 
 def _run(region: Any, cells: NDArray[np.int64], elements: int) -> None:
     cells[regions.CLAIMED] = 0
     workers.run(region.address, cells, elements)
+
+
+def _take_roots(squares: Tensor) -> None:
+    """Torch's own square root in place, which is not the processor's, in one call; few in this thread alone."""
+    if len(squares) >= workers.PARALLEL_ELEMENTS:
+        squares.sqrt_()
+    else:
+        torch._foreach_sqrt_(squares.split(_SERIAL_ELEMENTS))
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -13,7 +13,8 @@ from numba import carray
 from numpy.typing import NDArray
 
 from dsa.optim import fused
-from dsa.optim.workers import PART_ELEMENTS, at_address, claim, region
+from dsa.optim.native import at_address, claim
+from dsa.optim.workers import PART_ELEMENTS, region
 
 # What each cell holds: addresses (of the block's first row; of weights and moments: of the whole), sizes in items.
 CLAIMED, COUNT, PART_ROWS, WIDTH, FACTORS = 0, 1, 2, 3, 4

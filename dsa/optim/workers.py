@@ -5,8 +5,8 @@ beside them, or beside a busy interpreter, waits as long. So a loop is not given
 helped, but run as a parallel region of the OpenMP runtime that torch has loaded, by those same threads, which need no
 GIL. Where no such runtime is found (macOS, Windows), Python threads run the same loop.
 
-A loop is a `region`: a compiled function of one address, that of an int64 array, its cells. It claims parts of the rows until
-none is left, so any number of threads may run it, and one that is held up costs the others nothing.
+A loop is a `region`: a compiled function of one address, that of an int64 array, its cells. It claims parts of the
+rows until none is left, so any number of threads may run it, and a slow one is left less to do.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from typing import Any
 import numba
 import torch
 from numba import types
-from numba.core import cgutils
 from numba.core.errors import NumbaWarning
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 PART_ELEMENTS = 1 << 13  # numbers in one claimed part of the rows
@@ -36,32 +34,11 @@ _log = logging.getLogger("dsa")
 _Run = Callable[[int, int, int], None]
 
 
-@intrinsic
-def at_address(typing_context: Any, address: Any) -> Any:
-    """In a region: the pointer with this address."""
-
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), make
-
-
-@intrinsic
-def claim(typing_context: Any, address: Any) -> Any:
-    """In a region: the value of the int64 at this address, raised by one in the same instant."""
-
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        cell = builder.inttoptr(arguments[0], cgutils.intp_t.as_pointer())
-        return builder.atomic_rmw("add", cell, cgutils.intp_t(1), "monotonic")
-
-    return types.int64(types.int64), make
-
-
 def region(function: Callable[[int], None]) -> Callable[[int], None]:
     """Compile a region now; the result has an `address`. Cached on disk where that is possible."""
     signature = types.void(types.int64)
     try:
-        return numba.cfunc(signature, cache=True)(function)  # type: ignore[no-any-return]
+        return numba.cfunc(signature, cache=True)(function)
     except RuntimeError as error:
         _log.info("a compiled region is not cached: %s", error)
         with warnings.catch_warnings():

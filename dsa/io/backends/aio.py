@@ -87,7 +87,7 @@ class AiofilesBackend(LocalFiles):
         self._handles = min(config.queue_depth, _MOST_READ_HANDLES)
         super().__init__(self._readers, self._writer)
 
-    def open(self, path: Path, *, create: bool = False, writable: bool = True) -> File:
+    def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
         file = super().open(path, create=create, writable=writable)
         handles = _Handles(asyncio.LifoQueue(), [], None, asyncio.Lock())
         file.extra = handles

@@ -59,8 +59,12 @@ class Backend(abc.ABC):
     # Ranges of open files.
 
     @abc.abstractmethod
-    def open(self, path: Path, *, create: bool = False, writable: bool = True) -> File:
-        """Open a file (with `create`: made or emptied). Descriptors are not inherited by programs started later."""
+    def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
+        """Open a file (with `create`: made or emptied). Descriptors are not inherited by programs started later.
+
+        With `direct` the backend may move the file's bytes past the page cache, where it and the file system can; then
+        the file's `alignment` is more than 1, and offsets, lengths and memory addresses must be multiples of it.
+        """
 
     @abc.abstractmethod
     def close(self, file: File) -> None:

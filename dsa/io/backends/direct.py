@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.io.backends.base import File
+from dsa.io.backends.base import Bytes, Extents, File
 from dsa.io.memory import PAGE_BYTES, allocate
 
 _log = logging.getLogger("dsa")
@@ -69,6 +69,24 @@ class DirectFiles:
                 _log.info("%s goes through the page cache: %s", file.path, error.strerror)
             else:
                 file.alignment = found.alignment
+
+
+def check_alignment(file: File, extents: Extents, buffer: Bytes) -> None:
+    """See to it that extents of a direct file, and their places in memory, are whole units.
+
+    Raises:
+        ValueError: one is not; the message names the first.
+    """
+    if file.alignment == 1:
+        return
+    address = int(buffer.ctypes.data)
+    bad = (extents.offsets | extents.lengths | (extents.at + address)) % file.alignment != 0
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise ValueError(
+            f"{file.path} is open for direct I/O, aligned to {file.alignment} bytes; extent {i} is not: offset "
+            f"{extents.offsets[i]}, length {extents.lengths[i]}, at {extents.at[i]} of a buffer at address {address:#x}"
+        )
 
 
 def probe(directory: Path) -> DirectIO:

@@ -135,7 +135,7 @@ class LocalFiles(Backend):
     async def _on_file_thread(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return await ended(self._file_thread.submit(fn, *args, **kwargs))
 
-    def open(self, path: Path, *, create: bool = False, writable: bool = True) -> File:
+    def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
         if create and not writable:
             raise ValueError(f"{path}: a file that is made must be writable")
         flags = os.O_RDWR if writable else os.O_RDONLY

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from dsa.config import IOConfig
 from dsa.errors import ConfigError, DeviceError
 from dsa.io.backends.base import Bytes, File
+from dsa.io.backends.direct import DirectFiles, check_alignment
 from dsa.io.backends.iothreads import IOThreads, ended
 from dsa.io.backends.posix_files import LocalFiles, descriptor
 from dsa.io.compile import kernel
@@ -36,6 +38,8 @@ _MOST_READ_THREADS = 16
 _REQUEST_COST_BYTES = 8192
 # macOS refuses transfers of 2 GiB and more, Linux shortens them.
 _MOST_AT_ONCE_BYTES = 1 << 30
+# So often is a transfer repeated that stops short of the next aligned offset.
+_TRIES = 64
 _EINTR = errno.EINTR
 
 
@@ -100,18 +104,26 @@ def _move(
     offsets: NDArray[np.int64],
     lengths: NDArray[np.int64],
     at: NDArray[np.int64],
+    alignment: int,
 ) -> tuple[int, int, int]:
     """Move every extent whole: (-1, 0, 0), or the index of the first that failed, the errno and the bytes moved of it.
 
-    The errno is 0 where the system moved nothing and reported nothing: at the end of the file.
+    A short transfer is continued from an aligned offset. The errno is 0 where the system moved nothing, or never
+    reaches the next such offset, and reported nothing: at the end of the file.
     """
     for i in range(len(offsets)):
-        done = 0
+        done, tries = 0, 0
         while done < lengths[i]:
             nbytes = min(lengths[i] - done, _MOST_AT_ONCE_BYTES)
             result = _call(transfer, errno_at, fd, memory + at[i] + done, nbytes, offsets[i] + done)
             if result > 0:
-                done += result
+                reached = done + result
+                if reached < lengths[i]:
+                    reached -= reached % alignment
+                tries = 0 if reached > done else tries + 1
+                done = reached
+                if tries == _TRIES:
+                    return i, 0, done
             elif result != -_EINTR:
                 return i, -result, done
     return -1, 0, 0
@@ -133,10 +145,17 @@ class ThreadsBackend(LocalFiles):
     def __init__(self, config: IOConfig, *, calls: SystemCalls | None = None) -> None:
         self._calls = calls or SystemCalls.of_libc()
         none = np.empty(0, np.int64)
-        _move(self._calls.pread, self._calls.errno_location, -1, 0, none, none, none)  # compiles or loads
+        _move(self._calls.pread, self._calls.errno_location, -1, 0, none, none, none, 1)  # compiles or loads
+        self._direct = DirectFiles()
         self._readers = IOThreads("dsa-read", min(config.queue_depth, _MOST_READ_THREADS))
         self._writer = IOThreads("dsa-write", 1)
         super().__init__(self._readers, self._writer)
+
+    def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
+        file = super().open(path, create=create, writable=writable, direct=direct)
+        if direct:
+            self._direct.turn(file)
+        return file
 
     async def read(
         self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
@@ -146,6 +165,7 @@ class ThreadsBackend(LocalFiles):
             raise ValueError("the buffer to read into is read-only")
         descriptor(file, "read")
         wanted = check_placement(extents, buffer.nbytes)
+        check_alignment(file, wanted, buffer)
         self.counters.read_requests += len(wanted)
         self.counters.read_bytes += int(wanted.lengths.sum())
         parts = _cut(wanted, len(self._readers))
@@ -165,17 +185,18 @@ class ThreadsBackend(LocalFiles):
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")
         descriptor(file, "write")
+        extents = Extents(*(np.array([value], np.int64) for value in (offset, buffer.nbytes, 0)))
+        check_alignment(file, extents, buffer)
         if buffer.nbytes:
             self.counters.write_requests += 1
             self.counters.write_bytes += buffer.nbytes
-        await ended(self._writer.submit(self._write, file, offset, buffer, memory, before))
+        await ended(self._writer.submit(self._write, file, extents, buffer, memory, before))
 
     def _write(
-        self, file: File, offset: int, buffer: Bytes, memory: int, before: Callable[[], None] | None
+        self, file: File, extents: Extents, buffer: Bytes, memory: int, before: Callable[[], None] | None
     ) -> None:
         if before is not None:
             before()
-        extents = Extents(*(np.array([value], np.int64) for value in (offset, buffer.nbytes, 0)))
         _move_extents(self._calls.pwrite, self._calls.errno_location, "write", file, memory, extents)
 
 
@@ -233,7 +254,7 @@ class _Reading:
 
 def _move_extents(transfer: int, errno_at: int, what: str, file: File, memory: int, extents: Extents) -> None:
     failed, number, done = _move(
-        transfer, errno_at, file.fd, memory, extents.offsets, extents.lengths, extents.at
+        transfer, errno_at, file.fd, memory, extents.offsets, extents.lengths, extents.at, file.alignment
     )
     if failed >= 0:
         if not number:

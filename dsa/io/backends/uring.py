@@ -18,7 +18,7 @@ import numpy as np
 from dsa.config import MIB, IOConfig
 from dsa.errors import ClosedError, ConfigError, DeviceError, ForkedError
 from dsa.io.backends.base import Bytes, File
-from dsa.io.backends.direct import DirectFiles
+from dsa.io.backends.direct import DirectFiles, check_alignment
 from dsa.io.backends.iothreads import IOThreads, ended
 from dsa.io.backends.posix_files import LocalFiles, descriptor
 from dsa.io.backends.ring import READ, WRITE, Ring
@@ -67,7 +67,7 @@ class UringBackend(LocalFiles):
         return self._reader.ring, self._writer.ring
 
     def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
-        file = super().open(path, create=create, writable=writable)
+        file = super().open(path, create=create, writable=writable, direct=direct)
         if direct:
             self._direct.turn(file)
         return file
@@ -75,11 +75,12 @@ class UringBackend(LocalFiles):
     async def read(
         self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
     ) -> None:
+        _check_buffer(buffer)
         descriptor(file, "read")
         if not buffer.flags.writeable:
             raise ValueError("the buffer to read into is read-only")
         wanted = check_placement(extents, buffer.nbytes)
-        _check_alignment(file, wanted, buffer)
+        check_alignment(file, wanted, buffer)
         self.counters.read_requests += len(wanted)
         self.counters.read_bytes += int(wanted.lengths.sum())
         await ended(self._reader.submit(file, wanted, buffer, None, then))
@@ -87,12 +88,13 @@ class UringBackend(LocalFiles):
     async def write(
         self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
     ) -> None:
+        _check_buffer(buffer)
         descriptor(file, "write")
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")
         at = np.arange(0, buffer.nbytes, _MOST_WRITE_BYTES, dtype=np.int64)
         extents = Extents(at + offset, np.minimum(buffer.nbytes - at, _MOST_WRITE_BYTES), at)
-        _check_alignment(file, extents, buffer)
+        check_alignment(file, extents, buffer)
         self.counters.write_requests += len(extents)
         self.counters.write_bytes += buffer.nbytes
         await ended(self._writer.submit(file, extents, buffer, before, None))
@@ -103,18 +105,9 @@ class UringBackend(LocalFiles):
         super().shut_down(timeout_s)
 
 
-def _check_alignment(file: File, extents: Extents, buffer: Bytes) -> None:
+def _check_buffer(buffer: Bytes) -> None:
     if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
         raise ValueError(f"a buffer must be contiguous bytes, not {buffer.dtype} with strides {buffer.strides}")
-    if file.alignment > 1:
-        bad = (extents.offsets | extents.lengths | (extents.at + buffer.ctypes.data)) % file.alignment != 0
-        if bad.any():
-            i = int(np.argmax(bad))
-            raise ValueError(
-                f"{file.path} is open for direct I/O, aligned to {file.alignment} bytes; extent {i} is not: offset "
-                f"{extents.offsets[i]}, length {extents.lengths[i]}, at {extents.at[i]} of a buffer at address "
-                f"{buffer.ctypes.data:#x}"
-            )
 
 
 class _RingThread:

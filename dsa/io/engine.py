@@ -1,0 +1,616 @@
+"""The engine's synchronous face: announce, step, read, checkpoint, go back, close.
+
+What an optimizer holds. The running half (pipeline.py) does not refer to it, so that it ends when nobody holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.config import IOConfig
+from dsa.errors import ClosedError, ConfigError, MismatchError, StateExistsError, UsageError
+from dsa.io.backends import open_backend
+from dsa.io.bookkeeping import Step, Table
+from dsa.io.cache import FRAME_OVERHEAD_BYTES, NO_FRAME, Arena, Frames, Rows
+from dsa.io.cache_budget import divide
+from dsa.io.directory import Directory
+from dsa.io.layout import RecordLayout, SegmentLayout, choose_segment_bytes, row_bytes_for, segment_layout
+from dsa.io.manifest import Generation, Manifest, TableEntry, table_file
+from dsa.io.memory import allocate, touch
+from dsa.io.pipeline import Pipeline
+from dsa.io.segments import Segments
+from dsa.io.statistics import Statistics
+from dsa.io.window import Kind
+
+Update = Callable[[int, NDArray[np.int64], Frames], None]
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What the engine is told about a parameter.
+
+    Args:
+        name: how its table is found again.
+        shape, dtype: of the parameter.
+        width: elements of a row.
+        moment_dtype: "float32" or "float64".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    width: int
+    moment_dtype: str
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the parameter."""
+        return self.shape[0]
+
+    @property
+    def record(self) -> RecordLayout:
+        """Layout of the table's records."""
+        return RecordLayout(self.width, self.moment_dtype)
+
+
+class Engine:
+    """The state of all tables of one state directory.
+
+    Args:
+        state_dir: the directory; made where it is missing.
+        specs: the tables.
+        cache_bytes: RAM for frames, their bookkeeping included.
+        existing: "load" | "resume" | "discard": what becomes of state that is there already.
+        backend: a backend's name, or "auto".
+        keep_generations: how many generations handed out stay loadable; None: all.
+
+    Raises:
+        DsaError: see DiskSparseAdam; what was opened is closed again.
+    """
+
+    def __init__(
+        self,
+        state_dir: str | os.PathLike[str],
+        specs: Sequence[TableSpec],
+        *,
+        cache_bytes: int,
+        existing: str,
+        backend: str,
+        keep_generations: int | None,
+        config: IOConfig,
+    ) -> None:
+        if existing not in ("load", "resume", "discard"):
+            raise ConfigError(f'existing must be "load", "resume" or "discard", got {existing!r}')
+        directory = Directory(state_dir)
+        opened = open_backend(backend, config)
+        try:
+            directory.lock()
+            self._pipeline = Pipeline(directory, opened, config, keep_generations)
+        except BaseException:
+            directory.unlock()
+            opened.shut_down(1.0)
+            raise
+        self.cache_bytes = cache_bytes
+        self.closed = False
+        self.decided = False  # whether it is settled which state the tables have
+        self.steps_since_commit = 0
+        self._specs: list[TableSpec] = []
+        self._entries: list[TableEntry] = []
+        self._public = threading.RLock()
+        self._update_s = 0.0
+        self._commit_s = 0.0
+        self.parts_warning: Callable[[int], None] = lambda cache_bytes: None
+        try:
+            self._open(specs, existing)
+        except BaseException:
+            self._pipeline.stop()
+            raise
+        self._finalizer = weakref.finalize(self, Pipeline.end_without_close, self._pipeline)
+
+    # Opening.
+
+    def _open(self, specs: Sequence[TableSpec], existing: str) -> None:
+        pipeline = self._pipeline
+        generations = pipeline.run(pipeline.open_generations())
+        if generations.manifest is not None and existing == "discard":
+            pipeline.run(generations.discard())
+        self._specs = list(specs)
+        self._lay_out()
+        if generations.manifest is None:
+            pipeline.run(generations.create(self._entries))
+            self._adopt(0)
+        elif existing == "resume":
+            self._adopt(generations.numbers()[-1])
+
+    def _manifest(self) -> Manifest:
+        manifest = self._pipeline.generations and self._pipeline.generations.manifest
+        if not manifest:
+            raise RuntimeError("the state directory has no manifest yet")
+        return manifest
+
+    def _lay_out(self) -> None:
+        """Make arenas and tables for the specs; their indexes are empty and their logs not open."""
+        books = self._pipeline.books
+        rows_by_record: dict[int, int] = {}
+        for spec in self._specs:
+            size = spec.record.record_bytes
+            rows_by_record[size] = rows_by_record.get(size, 0) + spec.n_rows
+        arenas: dict[int, Arena] = {}
+        for size, frames in divide(self.cache_bytes, rows_by_record).items():
+            memory = allocate((frames, size), np.uint8)
+            touch(memory)
+            arenas[size] = Arena(memory)
+        self._entries = []
+        tables = []
+        for number, spec in enumerate(self._specs):
+            arena = arenas[spec.record.record_bytes]
+            entry = self._entry(spec)
+            self._entries.append(entry)
+            frame_of = allocate(spec.n_rows, np.int32)
+            frame_of[:] = NO_FRAME
+            known = books.tables[number] if number < len(books.tables) else None
+            segments = known.segments if known is not None else _empty_segments(spec, entry)
+            table = Table(number, spec.name, spec.n_rows, spec.record, arena, arena.add_table(frame_of), segments)
+            if known is not None:
+                table.file, table.file_segments, table.identity = known.file, known.file_segments, known.identity
+                table.step, table.in_generation = known.step, known.in_generation
+            tables.append(table)
+        books.tables, books.arenas = tables, list(arenas.values())
+
+    def _entry(self, spec: TableSpec) -> TableEntry:
+        """The table as the manifest describes it, or as it will."""
+        manifest = self._pipeline.generations and self._pipeline.generations.manifest
+        known = manifest.entry(spec.name) if manifest else None
+        if known is not None:
+            return known
+        record_bytes = spec.record.record_bytes
+        wanted = self._pipeline.config.segment_bytes or choose_segment_bytes(
+            record_bytes, spec.n_rows, self.cache_bytes
+        )
+        layout = segment_layout(record_bytes, spec.n_rows, wanted)
+        taken = [entry.file for entry in [*(manifest.tables if manifest else ()), *self._entries]]
+        return TableEntry(
+            name=spec.name,
+            shape=spec.shape,
+            dtype=spec.dtype,
+            moment_dtype=spec.moment_dtype,
+            width=spec.width,
+            fields=spec.record.fields,
+            record_bytes=record_bytes,
+            segment_bytes=layout.segment_bytes,
+            slots_per_segment=layout.slots,
+            file=table_file(spec.name, taken),
+        )
+
+    def _adopt(self, number: int) -> None:
+        """Make a generation the present state."""
+        manifest = self._manifest()
+        generation = manifest.generation(number)
+        if generation is None:
+            self._pipeline.generations.go_back(number)  # type: ignore[union-attr]  # raises: it is not there
+            raise RuntimeError(f"generation {number} is not there")
+        self._check_match(manifest, generation)
+        pipeline = self._pipeline
+        for table, entry in zip(pipeline.books.tables, self._entries, strict=True):
+            if table.file is None:
+                pipeline.open_log(table, entry, manifest.uuid)
+        self._stand_still()
+        try:
+            with pipeline.access as books:
+                books.reset()
+            pipeline.run(pipeline.load(number, pipeline.books.tables))
+        finally:
+            with pipeline.access as books:
+                books.frozen = False
+        for table in pipeline.books.tables:
+            table.in_generation = True
+        self.decided = True
+        self._uncommitted(0)
+
+    def _check_match(self, manifest: Manifest, generation: Generation) -> None:
+        where = self._pipeline.directory.path
+        for spec in self._specs:
+            entry = manifest.entry(spec.name)
+            if entry is None or generation.state(spec.name) is None:
+                names = ", ".join(state.table for state in generation.tables) or "none"
+                raise MismatchError(
+                    f"{where}: generation {generation.number} has no table {spec.name!r}; it has {names}. Give the "
+                    "optimizer the parameters that the state was made with (named_parameters()), or another state_dir"
+                )
+            if entry.shape != spec.shape or entry.dtype != spec.dtype:
+                raise MismatchError(
+                    f"{where}: table {spec.name!r} is {entry.dtype} of shape {entry.shape} on disk, the parameter is "
+                    f"{spec.dtype} of shape {spec.shape}; use the model that the state was made with, or another "
+                    "state_dir"
+                )
+
+    def _refuse_unclaimed(self) -> None:
+        """A table on disk that no parameter has: found at the first step, for parameter groups may still come."""
+        mine = {spec.name for spec in self._specs}
+        unclaimed = [entry.name for entry in self._manifest().tables if entry.name not in mine]
+        if unclaimed:
+            raise MismatchError(
+                f"{self._pipeline.directory.path}: the state has the tables {unclaimed}, the optimizer has parameters "
+                f"{sorted(mine)}; give it all of them, or use another state_dir"
+            )
+
+    def _stand_still(self) -> None:
+        """Freeze the bookkeeping, forget the window and wait until nothing is in flight."""
+        pipeline = self._pipeline
+        with pipeline.access as books:
+            books.frozen = True
+            books.forget_window()
+        pipeline.await_quiet()
+
+    def add_table(self, spec: TableSpec) -> None:
+        """Take one more table; the cache is divided anew, so what is in frames is written first."""
+        with self._public:
+            self.check_open()
+            pipeline = self._pipeline
+            if self.decided:
+                pipeline.run(pipeline.flush())
+            self._stand_still()
+            self._specs.append(spec)
+            try:
+                self._lay_out()
+                if self.decided:
+                    self._settle_new(pipeline.books.tables[-1], spec)
+            except BaseException:
+                self._specs.pop()
+                self._entries.pop()
+                pipeline.books.tables.pop()
+                raise
+            finally:
+                with pipeline.access as books:
+                    books.frozen = False
+
+    def _settle_new(self, table: Table, spec: TableSpec) -> None:
+        """Open the log of a table that came late: as its generation has it, or empty."""
+        pipeline, manifest = self._pipeline, self._manifest()
+        generations = pipeline.generations
+        current = manifest.generation(generations.current) if generations and generations.current is not None else None
+        entry = self._entries[-1]
+        if current is not None and current.state(spec.name) is not None:
+            self._check_match(manifest, current)
+            pipeline.open_log(table, entry, manifest.uuid)
+            pipeline.run(pipeline.load(current.number, [table]))
+            table.in_generation = True
+        else:
+            pipeline.create_log(table, entry, manifest.uuid)
+
+    # What the optimizer asks.
+
+    @property
+    def path(self) -> str:
+        """The state directory."""
+        return str(self._pipeline.directory.path)
+
+    @property
+    def uuid(self) -> str:
+        """The directory's own identity."""
+        return self._manifest().uuid
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that the state descends from; None while that is undecided."""
+        return self._pipeline.generations.current if self.decided and self._pipeline.generations else None
+
+    def steps_of(self, table: int) -> int:
+        """The parameter's step count."""
+        return self._pipeline.books.tables[table].step
+
+    def fingerprint_of(self, table: int) -> int | None:
+        """The fingerprint of weights that came with the generation that the state descends from."""
+        generation = self._manifest().generation(self.generation if self.generation is not None else -1)
+        state = generation.state(self._specs[table].name) if generation else None
+        return state.fingerprint if state else None
+
+    def moments_array(self, table: int) -> NDArray[Any]:
+        """The table's arena as numbers [frames, fields x width (and padding)]."""
+        return self._pipeline.books.tables[table].arena.moments(self._specs[table].moment_dtype)
+
+    def check_open(self) -> None:
+        """Raise where nothing can be done: in a forked child, after close(), after a failure."""
+        self._pipeline.raise_if_forked()
+        if self.closed:
+            raise ClosedError(f"the optimizer of {self.path} was closed; make a new one with existing='resume'")
+        self._pipeline.raise_failure()
+
+    def check_open_or_failed(self) -> None:
+        """Raise in a forked child and after close(); a failure may be mended by loading a generation."""
+        self._pipeline.raise_if_forked()
+        if self.closed:
+            self.check_open()
+
+    def check_decided(self) -> None:
+        """Raise where it is not settled yet what becomes of the state that the directory holds."""
+        if not self.decided:
+            newest = self._manifest().generations[-1].number
+            raise StateExistsError(
+                f"{self.path} holds state (newest generation {newest}) and nothing says what is to become of it: "
+                'load_state_dict() a checkpoint, or construct with existing="resume" (go on from the newest '
+                'generation) or existing="discard" (start anew)'
+            )
+
+    # Announcing.
+
+    def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows]) -> int:
+        """Note rows of a coming step; never blocks. A ticket (0 where announcements are ignored)."""
+        if not self.decided:
+            return 0
+        pipeline = self._pipeline
+        with pipeline.access as books:
+            pipeline.settle_ended_locked(books)
+            ticket = books.announce(kind, rows_by_table).sequence
+        pipeline.wake()
+        return ticket
+
+    def hand_out(self, ticket: int) -> None:
+        """The batch goes to the training loop: the next step uses it up."""
+        pipeline = self._pipeline
+        with pipeline.access as books:
+            pipeline.settle_ended_locked(books)
+            books.hand_out(ticket)
+        pipeline.wake()
+
+    def end(self, ticket: int) -> None:
+        """End a batch without a step; takes no lock and never raises."""
+        if os.getpid() == self._pipeline.pid:
+            self._pipeline.end_soon(ticket)
+
+    # Stepping and reading.
+
+    def step(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> None:
+        """Run one step: `update(table, positions, frames)` for all rows, in one call a table or in parts.
+
+        Args:
+            rows_by_table: sorted unique rows.
+            update: called with positions into those rows, and their frames, leased.
+            counts: the tables whose step count rises by one, those with no rows included.
+        """
+        self._run(rows_by_table, update, counts)
+
+    def _run(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> None:
+        with self._public:
+            self.check_open()
+            self.check_decided()
+            if self.steps_since_commit == 0:
+                self._refuse_unclaimed()
+            pipeline = self._pipeline
+            with pipeline.access as books:
+                pipeline.settle_ended_locked(books)
+                step = books.begin(rows_by_table, lasting=True)
+            whole = False
+            try:
+                began_to_count = False
+                for piece in step.batch.pieces:
+                    while piece.remaining:
+                        positions, frames = pipeline.await_rows(step, piece)
+                        if not began_to_count:
+                            began_to_count = True
+                            self._count(counts)
+                        began = time.perf_counter()
+                        update(piece.table, positions, frames)
+                        updated = time.perf_counter()
+                        with pipeline.access as books:
+                            books.commit(piece, positions)
+                        self._update_s += updated - began
+                        self._commit_s += time.perf_counter() - updated
+                if not began_to_count:
+                    self._count(counts)
+                whole = True
+            finally:
+                self._end(step, whole)
+        if step.in_parts:
+            self.parts_warning(self._needed_cache_bytes(rows_by_table))
+
+    def _count(self, counts: Sequence[int]) -> None:
+        # A step that no parameter had a gradient for leaves the state as it was.
+        for table in counts:
+            self._pipeline.books.tables[table].step += 1
+        if counts:
+            self._uncommitted(self.steps_since_commit + 1)
+
+    def _uncommitted(self, steps: int) -> None:
+        self.steps_since_commit = self._pipeline.uncommitted_steps = steps
+
+    def _end(self, step: Step, whole: bool) -> None:
+        pipeline = self._pipeline
+        began = time.perf_counter()
+        if not whole and step.leased and step.lasting:
+            pipeline.latch(
+                UsageError(
+                    f"a step of {self.path} was interrupted after it had begun to update: weights and moments are "
+                    "mixed; load_state_dict() a checkpoint together with the model, or close() and resume"
+                )
+            )
+        with pipeline.access as books:
+            books.end_step()
+        pipeline.wake()
+        self._commit_s += time.perf_counter() - began
+
+    def _needed_cache_bytes(self, rows_by_table: Mapping[int, Rows]) -> int:
+        needed: dict[int, int] = {}
+        for number, rows in rows_by_table.items():
+            arena = self._pipeline.books.tables[number].arena
+            needed[id(arena)] = needed.get(id(arena), 0) + len(rows)
+        shares = [needed[id(arena)] / arena.n_frames for arena in self._pipeline.books.arenas if id(arena) in needed]
+        return int(self.cache_bytes * max(shares)) + FRAME_OVERHEAD_BYTES
+
+    def read(self, table: int, rows: Rows, out: NDArray[np.uint8]) -> None:
+        """Copy the rows' records (bytes [n, record_bytes]) to `out`; rows are sorted and unique."""
+        with self._public:
+            self.check_open()
+            self.check_decided()
+            pipeline = self._pipeline
+            with pipeline.access as books:
+                step = books.begin({table: rows}, lasting=False)
+            try:
+                for piece in step.batch.pieces:
+                    while piece.remaining:
+                        positions, frames = pipeline.await_rows(step, piece)
+                        out[positions] = pipeline.books.tables[table].arena.memory[frames]
+                        with pipeline.access as books:
+                            books.commit(piece, positions)
+            finally:
+                self._end(step, True)
+
+    def written_rows(self, table: int, first: int, last: int) -> Rows:
+        """Those of the rows `first` to `last` (exclusive) that a step ever touched, on disk or in a frame."""
+        state = self._pipeline.books.tables[table]
+        touched = state.segments.slots[first:last] >= 0
+        touched |= state.arena.frame_of[state.arena_table][first:last] >= 0
+        return np.asarray(np.flatnonzero(touched) + first, dtype=np.int64)
+
+    # Generations.
+
+    def checkpoint(self, fingerprints: Sequence[int | None], *, counted: bool = True) -> int:
+        """Commit, where a step came since the last commit; the generation's number."""
+        with self._public:
+            self.check_open()
+            self.check_decided()
+            pipeline, generations = self._pipeline, self._pipeline.generations
+            if generations is None or generations.current is None:
+                raise RuntimeError("decided, but no current generation")
+            if self.steps_since_commit == 0 and not self._has_new_tables():
+                if counted:
+                    generations.hand_out(generations.current)
+                return generations.current
+            try:
+                number = pipeline.run(pipeline.checkpoint(self._entries, fingerprints, counted))
+            except Exception as error:
+                pipeline.latch(error)
+                raise
+            self._uncommitted(0)
+            return number
+
+    def _has_new_tables(self) -> bool:
+        return any(not table.in_generation for table in self._pipeline.books.tables)
+
+    def generations(self) -> tuple[int, ...]:
+        """The generations that can be loaded."""
+        self.check_open()
+        return self._pipeline.generations.numbers() if self._pipeline.generations else ()
+
+    def release(self, number: int) -> None:
+        """Give a generation up."""
+        with self._public:
+            self.check_open()
+            self._pipeline.run(self._pipeline.release(number))
+
+    def load(self, number: int) -> None:
+        """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""
+        with self._public:
+            self.check_open_or_failed()
+            if self._pipeline.failure is not None:
+                self._pipeline.recover()
+            if self.decided and number == self.generation and self.steps_since_commit == 0:
+                return
+            self._adopt(number)
+
+    def reset_tables(self) -> None:
+        """Make every row of every table one that was never written, with step count 0."""
+        with self._public:
+            self.check_open()
+            self.check_decided()
+            self._stand_still()
+            pipeline = self._pipeline
+            try:
+                with pipeline.access as books:
+                    books.reset()
+                    for table in books.tables:
+                        table.step = 0
+                        table.segments.clear(books.next_ticket)
+            finally:
+                with pipeline.access as books:
+                    books.frozen = False
+            self._uncommitted(self.steps_since_commit + 1)
+
+    def overwrite(self, table: int, rows: Rows, put: Update) -> None:
+        """Let `put` write the frames of the rows (sorted, unique), as a step does, but no step is counted."""
+        self._run({table: rows}, put, ())
+
+    def announced_lately(self) -> tuple[int, float]:
+        """Steps for which something had been announced, and the share of the rows they touched that had been."""
+        tally = self._pipeline.books.tally
+        return tally.judged_steps, tally.judged_announced / tally.judged_rows if tally.judged_rows else 1.0
+
+    def set_steps(self, table: int, steps: int) -> None:
+        """Set a parameter's step count."""
+        self._pipeline.books.tables[table].step = steps
+
+    # Figures and the end.
+
+    def statistics(self, *, gradient_s: float, compile_s: float, kernel: str) -> Statistics:
+        """What was done so far; also after close()."""
+        pipeline = self._pipeline
+        books, counters = pipeline.books, pipeline.backend.counters
+        tally = books.tally
+        frames = books.count_frames()
+        hits = max(tally.rows_touched - tally.misses, 0)
+        misses = tally.rows_touched - hits
+        return Statistics(
+            steps=tally.steps,
+            rows_touched=tally.rows_touched,
+            announced_share=tally.rows_announced / tally.rows_touched if tally.rows_touched else 1.0,
+            cache_hits=hits,
+            cache_misses=misses,
+            hit_rate=hits / tally.rows_touched if tally.rows_touched else 0.0,
+            rows_new=tally.rows_new,
+            rows_read=tally.rows_read,
+            read_requests=counters.read_requests,
+            read_bytes=counters.read_bytes,
+            rows_written=tally.rows_written,
+            write_requests=counters.write_requests,
+            write_bytes=counters.write_bytes,
+            rows_cleaned=tally.rows_cleaned,
+            segments_cleaned=tally.segments_cleaned,
+            forgotten_batches=books.window.forgotten_batches,
+            window_batches=len(books.window),
+            pinned_frames=frames["pinned"],
+            dirty_frames=frames["dirty"],
+            frames=sum(arena.n_frames for arena in books.arenas),
+            cache_bytes=sum(arena.n_frames * (arena.memory.shape[1] + FRAME_OVERHEAD_BYTES) for arena in books.arenas),
+            state_bytes_on_disk=sum(table.file_segments * table.layout.segment_bytes for table in books.tables),
+            live_records=sum(table.segments.live_records for table in books.tables),
+            gradient_s=gradient_s,
+            wait_s=pipeline.wait_s,
+            update_s=self._update_s,
+            commit_s=self._commit_s,
+            compile_s=compile_s,
+            backend=pipeline.backend.name,
+            kernel=kernel,
+        )
+
+    def close(self) -> None:
+        """End everything; nothing is committed here. Idempotent."""
+        self._pipeline.raise_if_forked()
+        with self._public:
+            if not self.closed:
+                self.closed = True
+                self._finalizer.detach()
+                self._pipeline.stop()
+
+
+def _segment_layout(entry: TableEntry) -> SegmentLayout:
+    return SegmentLayout(
+        entry.record_bytes, entry.slots_per_segment, row_bytes_for(entry.n_rows), entry.segment_bytes
+    )
+
+
+def _empty_segments(spec: TableSpec, entry: TableEntry) -> Segments:
+    layout = _segment_layout(entry)
+    # A log may grow to some times its records; beyond 2**31 slots an index entry needs 8 bytes.
+    kind = np.int32 if spec.n_rows * 16 < 2**31 else np.int64
+    slots = allocate(spec.n_rows, kind)
+    slots[:] = -1
+    return Segments(layout, slots, allocate(spec.n_rows, np.uint32))

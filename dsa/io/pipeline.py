@@ -1,0 +1,333 @@
+"""The running half of the engine: one lock, one loop, the tasks on it, and what happens when one of them fails.
+
+It never refers to the engine's face (engine.py), so that an optimizer that nobody holds any more can be collected
+while this half still runs; then the face's finalizer stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dsa.config import IOConfig
+from dsa.errors import CorruptError, DeviceError, ForkedError, UsageError
+from dsa.io.backends.base import Backend
+from dsa.io.bookkeeping import Bookkeeping, Step, Table
+from dsa.io.cache import Frames
+from dsa.io.directory import Directory
+from dsa.io.generations import Generations, TableImage
+from dsa.io.layout import table_identity
+from dsa.io.loop import LoopThread
+from dsa.io.manifest import TableEntry
+from dsa.io.pipeline_parts import Access
+from dsa.io.prefetch import Prefetch
+from dsa.io.rowlog import RowLog
+from dsa.io.window import Piece, Window
+from dsa.io.writebehind import WriteBehind
+
+_T = TypeVar("_T")
+STOP_TIMEOUT_S = 3.0
+"""How long ending waits for the loop, and for the backend's threads, before it leaves them behind."""
+
+_alive: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+class Pipeline:
+    """Loop, backend, bookkeeping and tasks of one state directory.
+
+    Args:
+        directory: locked by the caller; unlocked by `stop`.
+        backend: shut down by `stop`.
+        keep_generations: how many generations handed out stay loadable; None: all.
+    """
+
+    def __init__(
+        self, directory: Directory, backend: Backend, config: IOConfig, keep_generations: int | None
+    ) -> None:
+        self.keep_generations = keep_generations
+        self.pid = os.getpid()
+        self.directory = directory
+        self.backend = backend
+        self.config = config
+        self.failure: BaseException | None = None
+        self.books = Bookkeeping(
+            Window(config.known_batches, config.known_rows), config.held_batches, config.read_chunk_bytes
+        )
+        self.access = Access(self.books, self._latch_locked)
+        self.log = RowLog(backend, self.books, config, self.access.condition, self._settled)
+        self.loop = LoopThread("dsa-loop", use_uvloop=config.uvloop)
+        self.generations: Generations | None = None
+        self.uncommitted_steps = 0
+        self.wait_s = 0.0
+        self._ended: deque[int] = deque()  # tickets whose end was called out of a garbage collection
+        self._stopped = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.run(self._start())
+        _alive.add(self)
+
+    # The loop.
+
+    async def _start(self) -> None:
+        self._writebehind = WriteBehind(self.access, self.log, self.config.dirty_share, self.latch)
+        self._prefetch = Prefetch(self.access, self.log, self._writebehind.wanted.set, self.latch)
+        self._tasks = [asyncio.create_task(self._prefetch.run()), asyncio.create_task(self._writebehind.run())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.latch(task.exception() or RuntimeError("a task of the loop ended"))
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Start a coroutine on the loop."""
+        return self.loop.submit(coroutine)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop and wait for it."""
+        return self.submit(coroutine).result()
+
+    def wake(self) -> None:
+        """Let the tasks look again at what there is to do; from any thread."""
+        self.loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._settle_ended()
+        self._prefetch.wanted.set()
+        self._writebehind.wanted.set()
+
+    def _settled(self) -> None:
+        # Called under the lock, by whoever has brought or written something.
+        self.access.condition.notify_all()
+        self.wake()
+
+    # Failure.
+
+    def latch(self, error: BaseException) -> None:
+        """Note the first failure: every later public call raises it (rule 10)."""
+        with self.access.condition:
+            self._latch_locked(error)
+
+    def _latch_locked(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+        self.access.condition.notify_all()
+
+    def raise_failure(self) -> None:
+        """Raise what was latched."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def recover(self) -> None:
+        """Forget a failure that spoilt only what is in memory: a generation is about to be loaded over it.
+
+        Raises:
+            DsaError: the failure was the disk's: no retry after a failed write or sync (rule 10).
+        """
+        if not isinstance(self.failure, UsageError):
+            self.raise_failure()
+        self.failure = None
+
+    def raise_if_forked(self) -> None:
+        """Raise in a forked child: the loop, the lock and the frames are its parent's."""
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                f"the optimizer of {self.directory.path} belongs to process {self.pid}, this is its forked child "
+                f"{os.getpid()}: make the optimizer after the fork, with a state_dir of its own"
+            )
+
+    # Announcements that end at any moment.
+
+    def end_soon(self, ticket: int) -> None:
+        """End a batch; takes no lock, for it may be called out of a garbage collection inside the bookkeeping."""
+        self._ended.append(ticket)
+        self.wake()
+
+    def _settle_ended(self) -> None:
+        if self._ended:
+            with self.access as books:
+                self.settle_ended_locked(books)
+
+    def settle_ended_locked(self, books: Bookkeeping) -> None:
+        """Carry out the ends that were asked for; the caller holds the lock."""
+        while self._ended:
+            with contextlib.suppress(IndexError):
+                batch = books.window.get(self._ended.popleft())
+                if batch is not None:
+                    books.end(batch, late=batch.handed_out)
+
+    # Rows for a step.
+
+    def await_rows(self, step: Step, piece: Piece) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Frames]:
+        """Wait until rows of the piece are in frames: their positions in the piece, and the frames (leased by a step).
+
+        All that remain, or a part where the arena cannot hold all of them at once.
+        """
+        began = time.perf_counter()
+        try:
+            while True:
+                with self.access as books:
+                    self.raise_failure()
+                    books.bring()
+                    job = books.next_new()
+                    if job is None:
+                        positions = books.ready(piece)
+                        if positions is not None:
+                            frames = piece.frames[positions]
+                            return positions, books.lease(piece, positions) if step.lasting else frames
+                        self.wake()
+                        self.access.wait()
+                        continue
+                self.log.fill_new(job)
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    def await_quiet(self) -> None:
+        """Wait until nothing is in flight; the bookkeeping is frozen by the caller."""
+        while True:
+            with self.access as books:
+                self.raise_failure()
+                if books.quiet():
+                    return
+                self.wake()
+                self.access.wait()
+
+    # Generations.
+
+    async def open_generations(self) -> Generations:
+        """Read the manifest."""
+        self.generations = await Generations.open(self.backend, self.directory)
+        return self.generations
+
+    def open_log(self, table: Table, entry: TableEntry, uuid: str) -> None:
+        """Open the table's log."""
+        path = self.directory.file(entry.file)
+        table.file = self.backend.open(path)
+        size = path.stat().st_size
+        table.file_segments = size // table.layout.segment_bytes
+        table.identity = table_identity(uuid, table.name)
+
+    def create_log(self, table: Table, entry: TableEntry, uuid: str) -> None:
+        """Make the log of a table that no generation has yet; a leftover of that name is emptied."""
+        table.file = self.backend.open(self.directory.file(entry.file), create=True)
+        table.file_segments = 0
+        table.identity = table_identity(uuid, table.name)
+
+    async def flush(self) -> None:
+        """Write every dirty frame; no generation is made."""
+        async with self._writebehind.turn:
+            await self._writebehind.drain()
+
+    async def load(self, number: int, tables: Sequence[Table]) -> None:
+        """Replace the state in memory by that of a generation; nothing is in flight, and frames are forgotten."""
+        generations = self._generations()
+        async with self._writebehind.turn:
+            states = {}
+            for table in tables:
+                segments = table.segments
+                states[table.name] = await generations.load(number, table.name, segments.slots, segments.checks)
+            for table in tables:
+                state = states[table.name]
+                length = table.file_segments
+                if not table.segments.rebuild(length, generations.retained_segments(table.name)):
+                    raise CorruptError(
+                        f"table {table.name!r}: generation {number} refers to segments beyond the end of "
+                        f"{table.file.path} at byte {length * table.layout.segment_bytes}; the log was cut short, "
+                        "restore it from a copy"
+                    )
+                table.step = state.step
+            generations.go_back(number)
+
+    async def checkpoint(self, entries: Sequence[TableEntry], fingerprints: Sequence[int | None], counted: bool) -> int:
+        """Commit the present state as a generation (rule 11)."""
+        generations = self._generations()
+        async with self._writebehind.turn:
+            await self._writebehind.drain()
+            images = [
+                TableImage(
+                    entry=entry,
+                    slots=table.segments.slots,
+                    checks=table.segments.checks,
+                    segments=table.segments.live_segments(),
+                    step=table.step,
+                    live_rows=table.segments.live_records,
+                    fingerprint=fingerprint,
+                    changed=table.segments.changed or not table.in_generation,
+                    file=table.file,
+                )
+                for table, entry, fingerprint in zip(self.books.tables, entries, fingerprints, strict=True)
+            ]
+            number = await generations.commit(images, counted=counted, keep=self.keep_generations)
+            with self.access as books:
+                for table in books.tables:
+                    table.segments.changed = False
+                    table.in_generation = True
+                    books.retain(table, generations.retained_segments(table.name))
+            return number
+
+    async def release(self, number: int) -> None:
+        """Give a generation up, and what only it refers to."""
+        generations = self._generations()
+        async with self._writebehind.turn:
+            await generations.release(number)
+            with self.access as books:
+                for table in books.tables:
+                    books.retain(table, generations.retained_segments(table.name))
+
+    def _generations(self) -> Generations:
+        if self.generations is None:
+            raise RuntimeError("open_generations() comes first")
+        return self.generations
+
+    # The end.
+
+    def stop(self) -> None:
+        """End the loop and the I/O threads, close files, unlock; whatever is stuck in the system is left behind."""
+        if self._stopped or os.getpid() != self.pid:
+            return
+        self._stopped = True
+        _alive.discard(self)
+        ended = self.loop.stop(STOP_TIMEOUT_S)
+        self.backend.shut_down(STOP_TIMEOUT_S)
+        for table in self.books.tables:
+            if table.file is not None and ended:
+                with contextlib.suppress(DeviceError):
+                    self.backend.close(table.file)
+        self.directory.unlock()
+
+    def end_without_close(self) -> None:
+        """What is done when the optimizer was collected, or the interpreter ends, and nobody called close()."""
+        if self._stopped or os.getpid() != self.pid:
+            return
+        if self.uncommitted_steps and sys.stderr is not None:
+            generation = self.generations.current if self.generations is not None else None
+            with contextlib.suppress(Exception):
+                print(
+                    f"dsa: {self.uncommitted_steps} steps of {self.directory.path} were not committed (no checkpoint() "
+                    f"or close() after them); the last generation there is {generation}",
+                    file=sys.stderr,
+                )
+        self.stop()
+
+
+def _after_fork_in_child() -> None:
+    for pipeline in list(_alive):
+        for table in pipeline.books.tables:
+            fd = getattr(table.file, "fd", -1)
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+    _alive.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,539 @@
+"""DiskSparseAdam: torch.optim.SparseAdam with its moments on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsa.config import IOConfig
+from dsa.errors import ConfigError, UsageError
+from dsa.io import warm_up as io_warm_up
+from dsa.io.cache import FRAME_OVERHEAD_BYTES
+from dsa.io.cache_budget import cache_bytes as parse_cache
+from dsa.io.engine import Engine
+from dsa.io.statistics import Statistics
+from dsa.io.window import Kind
+from dsa.optim import gradients, kernels, parameters, state_dicts
+from dsa.optim.fingerprint import fingerprint
+from dsa.optim.gradients import SparseGradient, unique_rows
+from dsa.optim.hooks import WatchHandle
+from dsa.optim.hooks import watch as watch_modules
+from dsa.optim.lookahead import Lookahead
+from dsa.optim.row_sets import Key, Rows, TableDirectory, resolve
+
+_log = logging.getLogger("dsa")
+_JUDGED_STEPS = 10
+_LEAST_SHARE = 0.9
+
+
+class _Books:
+    """All of the optimizer's own state that changes (tools copy an optimizer's `__dict__`, and this stays one)."""
+
+    def __init__(self, engine: Engine, kernel: str, tables: TableDirectory) -> None:
+        self.engine = engine
+        self.kernel = kernel
+        self.tables = tables
+        self.announcer = _Announcer(self)
+        self.gradient_s = 0.0
+        self.compile_s = 0.0
+        self.unchecked_weights = False  # a generation was loaded and no step has come since
+        self.warned_share = False
+        self.warned_parts = False
+
+    def use_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
+        self.tables = TableDirectory(pairs)
+
+    def fingerprints(self) -> list[int]:
+        return [fingerprint(table.parameter) for table in self.tables.tables]
+
+    def warn_parts(self, cache_bytes: int) -> None:
+        if not self.warned_parts:
+            self.warned_parts = True
+            warnings.warn(
+                f"a step touches more rows than the cache has frames and is done in parts, each waiting for the disk; "
+                f"cache={cache_bytes} bytes or more would avoid it",
+                stacklevel=5,
+            )
+
+
+class _Announcer:
+    """What lookahead and hooks announce to."""
+
+    def __init__(self, books: _Books) -> None:
+        self._books = books
+
+    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
+        engine = self._books.engine
+        engine.check_open()
+        return engine.announce(Kind.AHEAD, resolve(rows, self._books.tables))
+
+    def hand_out(self, ticket: int) -> None:
+        self._books.engine.hand_out(ticket)
+
+    def end(self, ticket: int) -> None:
+        self._books.engine.end(ticket)
+
+    def announce_hook(self, table: int, rows: NDArray[np.int64]) -> None:
+        engine = self._books.engine
+        if not engine.closed:
+            engine.check_open()
+            engine.announce(Kind.HOOK, {table: rows})
+
+
+class DiskSparseAdam(Optimizer):
+    """The numbers of `torch.optim.SparseAdam`, with both moments in files instead of RAM.
+
+    A step updates exactly the rows that the sparse gradient holds, in SparseAdam's order of operations (Kingma and
+    Ba, "Adam: A Method for Stochastic Optimization", as torch.optim.SparseAdam applies it to sparse gradients), so
+    that weights and moments are the same to the last bit, whatever the cache, the announcements or the backend.
+
+    Args:
+        params: parameters, (name, parameter) pairs as `model.named_parameters()` gives them, or groups of either;
+            each a dense fp32, fp64, bf16 or fp16 tensor whose gradients are sparse. Rows are its first dimension.
+        lr, betas, eps, maximize: as SparseAdam's; lr may be a tensor of one element.
+        state_dir: directory of the moments; made where missing, resolved now. One optimizer at a time owns it.
+        cache: RAM for records, all tables together: bytes, a text such as "2GiB", or "auto": the least of the whole
+            state, a quarter of the memory available (control groups included) and 2 GiB.
+        existing: what becomes of state that `state_dir` already holds: "load" waits for `load_state_dict`, "resume"
+            goes on from its newest generation, "discard" starts anew.
+        backend: "auto", or the name of one ("threads", "aiofiles", ...).
+        kernel: "auto", "exact", "fast" or "reference": how the update is carried out.
+        staging: "auto", "on" or "off": the pinned double buffer for parameters on an accelerator.
+        keep_generations: how many checkpoints handed out stay loadable, the newest; None: all, until `release`.
+        io: knobs of the I/O engine.
+
+    Raises:
+        ConfigError: a value that cannot be meant (nothing was touched).
+        StateLockedError: another optimizer owns `state_dir`.
+        FormatError, CorruptError: `state_dir` holds files of others, or damaged ones.
+        MismatchError: with existing="resume", the state belongs to other parameters.
+        DeviceError: the disk failed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        *,
+        state_dir: str | os.PathLike[str],
+        cache: int | str = "auto",
+        existing: str = "load",
+        backend: str = "auto",
+        kernel: str = "auto",
+        staging: str = "auto",
+        keep_generations: int | None = 2,
+        io: IOConfig | None = None,
+        **unsupported: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
+        parameters.check_hyperparameters({**defaults, **unsupported})
+        if unsupported:
+            raise TypeError(f"DiskSparseAdam() got an unexpected keyword argument {next(iter(unsupported))!r}")
+        _check_choices(staging, keep_generations, io)
+        parameters.refuse_several_processes()
+        super().__init__(params, defaults)
+        pairs = parameters.named(self.param_groups)
+        for _, param in pairs:
+            kernels.choose_kernel(kernel, param)
+        specs = [parameters.spec(name, param) for name, param in pairs]
+        if not any("param_names" in group for group in self.param_groups):
+            _warn_of_lookalikes(pairs)
+        state_bytes = sum(spec.n_rows * (spec.record.record_bytes + FRAME_OVERHEAD_BYTES) for spec in specs)
+        began = time.perf_counter()
+        _compile(pairs, kernel)
+        compile_s = time.perf_counter() - began
+        _log.info("compiled or loaded all kernels in %.2f s", compile_s)
+        engine = Engine(
+            state_dir,
+            specs,
+            cache_bytes=parse_cache(cache, state_bytes),
+            existing=existing,
+            backend=backend,
+            keep_generations=keep_generations,
+            config=io or IOConfig(),
+        )
+        self._books = _Books(engine, kernel, TableDirectory(pairs))
+        self._books.compile_s = compile_s
+        self._books.unchecked_weights = existing == "resume"
+        engine.parts_warning = self._books.warn_parts
+        self._refresh_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do; the cache is divided anew.
+
+        Raises:
+            ConfigError: a parameter or value that the constructor would refuse.
+        """
+        if isinstance(param_group, dict) and "params" in param_group:
+            _check_group(param_group, self.defaults, len(self.param_groups))
+        before = len(self.param_groups)
+        books: _Books | None = self.__dict__.get("_books")
+        if books is not None:
+            books.engine.check_open()
+        super().add_param_group(param_group)
+        if books is None:
+            return  # inside the constructor: it makes the tables when it knows them all
+        try:
+            pairs = parameters.named(self.param_groups)
+            known = len(books.tables.tables)
+            for name, param in pairs[known:]:
+                kernels.choose_kernel(books.kernel, param)
+                kernels.warm_up(kernels.choose_kernel(books.kernel, param), param.dtype)
+                gradients.warm_up(param.dtype)
+                books.engine.add_table(parameters.spec(name, param))
+            books.use_tables(pairs)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        self._refresh_state()
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Carry out one step; returns what `closure` returns.
+
+        Waits only for rows that are not in frames yet. A failed step may leave weights and moments mixed: its error
+        says so.
+
+        Raises:
+            UsageError: a dense gradient, or one of another shape (nothing was changed).
+            StateExistsError: `state_dir` holds state and nobody said what is to become of it.
+            CorruptError, DeviceError: the disk; also of earlier work in the background.
+        """
+        books = self._books
+        books.engine.check_open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        books.engine.check_decided()
+        began = time.perf_counter()
+        work = self._gradients()
+        books.gradient_s += time.perf_counter() - began
+        if books.unchecked_weights:
+            self._compare_weights()
+        rows = {number: gradient.rows.cpu().numpy() for number, (_, gradient) in work.items()}
+
+        def update(number: int, positions: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+            group, gradient = work[number]
+            param = books.tables.tables[number].parameter
+            hyper = kernels.Hyperparameters(
+                lr=parameters.number(group["lr"]),
+                beta1=parameters.number(group["betas"][0]),
+                beta2=parameters.number(group["betas"][1]),
+                eps=parameters.number(group["eps"]),
+                step=books.engine.steps_of(number),
+            )
+            some_rows, values = gradient.rows, gradient.values
+            if len(positions) < len(some_rows):
+                at = torch.from_numpy(positions).to(some_rows.device)
+                some_rows, values = some_rows[at], values[at]
+            chosen = kernels.choose_kernel(books.kernel, param)
+            chosen.update(books.engine.moments_array(number), frames, param, some_rows, values, hyper)
+
+        try:
+            books.engine.step(rows, update, list(work))
+        finally:
+            for number in work:
+                self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
+        self._judge_announcements()
+        return loss
+
+    def _gradients(self) -> dict[int, tuple[dict[str, Any], SparseGradient]]:
+        """Table number -> its group and gradient, for the parameters that have one."""
+        work = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                table = self._books.tables.of_parameter(param)
+                if table is None:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(param.shape)} came into a group without add_param_group(); "
+                        "add it through that"
+                    )
+                gradient = unique_rows(table.name, param, bool(group.get("maximize", False)))
+                if gradient is not None:
+                    work[table.number] = (group, gradient)
+        return work
+
+    def _compare_weights(self) -> None:
+        books = self._books
+        books.unchecked_weights = False
+        for table in books.tables.tables:
+            stored = books.engine.fingerprint_of(table.number)
+            if stored is not None and stored != fingerprint(table.parameter):
+                warnings.warn(
+                    f"the weights of {table.name!r} are not those that the moments of generation "
+                    f"{books.engine.generation} in {books.engine.path} were saved with: model and optimizer come from "
+                    "different checkpoints; load both from the same one",
+                    stacklevel=4,
+                )
+
+    def _judge_announcements(self) -> None:
+        books = self._books
+        if books.warned_share:
+            return
+        steps, share = books.engine.announced_lately()
+        if steps >= _JUDGED_STEPS and share < _LEAST_SHARE:
+            books.warned_share = True
+            warnings.warn(
+                f"only {share:.0%} of the rows that steps touched had been announced: the rows function misses rows "
+                "(are negatives drawn in the model? then draw them in the loader's collate function, or use watch())",
+                stacklevel=4,
+            )
+
+    # Announcing.
+
+    def announce(self, rows: Mapping[Key, Rows]) -> None:
+        """Say which rows one coming step will touch; a hint, used up first in first out by one step. Never blocks.
+
+        Args:
+            rows: module (with exactly one managed parameter), parameter or name -> integer tensor, array or list.
+
+        Raises:
+            ConfigError: an unknown key, rows that are no integers or out of range.
+        """
+        books = self._books
+        books.engine.check_open()
+        books.engine.announce(Kind.ANNOUNCED, resolve(rows, books.tables))
+
+    def lookahead(
+        self, loader: Iterable[Any], rows: Callable[[Any], Mapping[Key, Rows]] | None = None, depth: int = 4
+    ) -> Lookahead[Any]:
+        """The batches of `loader`, each announced `depth` batches before its turn; the same numbers at every depth.
+
+        Args:
+            loader: any iterable of batches; may be iterated again.
+            rows: `rows(batch)` gives what `announce` takes.
+            depth: batches held ahead, 0 or more.
+
+        Raises:
+            ConfigError: `rows` or `depth` cannot be meant.
+        """
+        self._books.engine.check_open()
+        return Lookahead(loader, rows, self._books.announcer, depth)  # type: ignore[arg-type]
+
+    def watch(self, model: nn.Module) -> WatchHandle:
+        """Let the embeddings in `model` announce what each forward pass looks up; acts at once.
+
+        Returns:
+            A handle with `remove()`; also a context manager.
+
+        Raises:
+            UsageError: no embedding in `model` has a weight that this optimizer manages.
+        """
+        self._books.engine.check_open()
+        return watch_modules(model, self._books.announcer, self._books.tables)
+
+    # Checkpoints.
+
+    def checkpoint(self) -> int:
+        """Make the present state a generation, durable when this returns; its number (the same where no step came).
+
+        Raises:
+            StateExistsError: nothing says what is to become of the state in `state_dir`.
+            DeviceError: the disk failed; the generations before are still there.
+        """
+        books = self._books
+        books.engine.check_open()
+        books.engine.check_decided()
+        number = books.engine.checkpoint(books.fingerprints())
+        self._refresh_state()
+        return number
+
+    def generations(self) -> tuple[int, ...]:
+        """The generations that can be loaded, oldest first."""
+        return self._books.engine.generations()
+
+    def release(self, generation: int) -> None:
+        """Give up a generation, and the disk space that only it needs.
+
+        Raises:
+            MismatchError: it is not there.
+            UsageError: the state descends from it.
+        """
+        self._books.engine.release(generation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kilobytes that name a generation; makes a checkpoint, where a step came since the last one."""
+        books = self._books
+        if not books.engine.closed:
+            books.engine.check_open()
+            if books.engine.decided:
+                self.checkpoint()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to the generation that a `state_dict()` names, or take over a torch.optim.SparseAdam state dict.
+
+        Raises:
+            MismatchError: another directory, other tables, or a generation that is gone.
+            ValueError: other parameter groups (torch's own check).
+        """
+        books = self._books
+        books.engine.check_open_or_failed()
+        state_dicts.check_groups(self.param_groups, state_dict)
+        state_dicts.load(books.engine, books.tables, state_dict["state"])
+        books.unchecked_weights = state_dicts.names_generation(state_dict["state"])
+        super().load_state_dict({**state_dict, "state": {}})
+        self._refresh_state()
+
+    def export_state_dict(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any] | None:
+        """The state as torch.optim.SparseAdam's state dict.
+
+        Args:
+            path: None: returned, with dense moments in RAM. Else written there as torch.save does, without holding the
+                moments in RAM, and None is returned.
+        """
+        books = self._books
+        books.engine.check_open()
+        books.engine.check_decided()
+        groups = super().state_dict()["param_groups"]
+        if path is None:
+            return state_dicts.export(books.engine, books.tables, groups)
+        state_dicts.export_to(books.engine, books.tables, groups, Path(path))
+        return None
+
+    def moments(self, param: Key, rows: Rows) -> dict[str, Tensor]:
+        """Both moments of some rows, copied.
+
+        Args:
+            param: module, parameter or name.
+            rows: integer tensor, array or list, of n rows in any order.
+
+        Returns:
+            {"exp_avg": ..., "exp_avg_sq": ...}, each [n, *the parameter's other dimensions], fp32 (fp64 for fp64).
+        """
+        books = self._books
+        books.engine.check_open()
+        books.engine.check_decided()
+        table = books.tables.find(param)
+        resolve({param: rows}, books.tables)
+        wanted = torch.as_tensor(rows).reshape(-1).cpu().numpy().astype(np.int64)
+        return state_dicts.moments(books.engine, table, wanted)
+
+    def statistics(self) -> Statistics:
+        """What was done so far, in figures."""
+        books = self._books
+        return books.engine.statistics(
+            gradient_s=books.gradient_s, compile_s=books.compile_s, kernel=self._kernel_name()
+        )
+
+    def _kernel_name(self) -> str:
+        books = self._books
+        names = {kernels.choose_kernel(books.kernel, table.parameter).name for table in books.tables.tables}
+        return "+".join(sorted(names))
+
+    def _refresh_state(self) -> None:
+        engine, tables = self._books.engine, self._books.tables
+        for table in tables.tables:
+            self.state[table.parameter] = {
+                "step": engine.steps_of(table.number),
+                "generation": engine.generation,
+                "table": table.name,
+                "state_dir_uuid": engine.uuid,
+            }
+
+    # The end.
+
+    def close(self) -> None:
+        """Commit what steps did since the last checkpoint, and end everything; again and again, if need be.
+
+        Raises:
+            DsaError: what had failed in the background; everything is ended all the same, and nothing was committed.
+        """
+        self._close(commit=True)
+
+    def _close(self, *, commit: bool) -> None:
+        books = self._books
+        if books.engine.closed:
+            return
+        try:
+            if commit:
+                books.engine.check_open()
+                if books.engine.decided:
+                    books.engine.checkpoint(books.fingerprints(), counted=False)
+                    self._refresh_state()
+        finally:
+            books.engine.close()
+
+    def __enter__(self) -> DiskSparseAdam:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(commit=kind is None)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a DiskSparseAdam cannot be copied or pickled: its moments are files with one owner; use state_dict(), and "
+            "load_state_dict() on an optimizer with the same state_dir"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
+
+
+def _check_choices(staging: object, keep_generations: object, io: object) -> None:
+    if staging not in ("auto", "on", "off"):
+        raise ConfigError(f'staging must be "auto", "on" or "off", got {staging!r}')
+    whole = isinstance(keep_generations, int) and not isinstance(keep_generations, bool)
+    if keep_generations is not None and not (whole and keep_generations >= 1):  # type: ignore[operator]
+        raise ConfigError(f"keep_generations must be a whole number of at least 1, or None, got {keep_generations!r}")
+    if io is not None and not isinstance(io, IOConfig):
+        raise ConfigError(f"io must be an IOConfig, got {type(io).__name__}")
+
+
+def _check_group(group: dict[str, Any], defaults: dict[str, Any], number: int) -> None:
+    """Check a group before torch takes it; its parameters may be an iterator, which becomes a list."""
+    where = f"parameter group {number}: "
+    parameters.check_hyperparameters({**defaults, **group}, where, zero_lr=True)
+    params = group["params"]
+    if isinstance(params, Tensor):
+        params = [params]
+    elif not isinstance(params, set):
+        params = list(params)
+    group["params"] = params
+    for i, each in enumerate(params):
+        name, param = each if isinstance(each, tuple) and len(each) == 2 else (f"{where}number {i}", each)
+        parameters.check_parameter(str(name), param)
+
+
+def _warn_of_lookalikes(pairs: list[tuple[str, Tensor]]) -> None:
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, param in pairs:
+        key = (tuple(param.shape), param.dtype)
+        if key in seen:
+            warnings.warn(
+                f"parameters {seen[key]} and {name} have no names and one shape {tuple(param.shape)}: their moments are "
+                "told apart by order only; pass model.named_parameters()",
+                stacklevel=3,
+            )
+            return
+        seen[key] = name
+
+
+def _compile(pairs: list[tuple[str, Tensor]], kernel: str) -> None:
+    """Compile, or load from the cache, all that steps will need."""
+    io_warm_up.warm_up()
+    for dtype, param in {param.dtype: param for _, param in pairs}.items():
+        gradients.warm_up(dtype)
+        kernels.warm_up(kernels.choose_kernel(kernel, param), dtype)
+
+
