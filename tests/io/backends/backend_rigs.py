@@ -95,6 +95,8 @@ class Rig:
 
 
 def _threads(config: IOConfig, faults: Faults) -> Backend:
+    import fcntl  # not there on Windows, nor is this backend
+
     libc = ctypes.CDLL(None, use_errno=True)
     prototype = ctypes.CFUNCTYPE(
         ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
@@ -109,8 +111,10 @@ def _threads(config: IOConfig, faults: Faults) -> Backend:
             except OSError as error:
                 ctypes.set_errno(error.errno or 0)
                 return -1
-            moved: int = call(fd, memory, nbytes, offset)
-            return moved
+            # A direct file moves whole blocks only; it may report a short one all the same.
+            rest = nbytes % 512 if fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0) else 0
+            moved: int = call(fd, memory, nbytes - rest, offset)
+            return moved + rest if moved >= 0 else moved
 
         return prototype(through)
 

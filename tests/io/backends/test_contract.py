@@ -18,6 +18,7 @@ from backend_rigs import PATIENCE_S, RIGS, Faults, Rig
 from dsa.config import IOConfig
 from dsa.errors import ClosedError, CorruptError, DeviceError
 from dsa.io.backends import Backend, Extents, File
+from dsa.io.memory import allocate
 
 SIZE = 1 << 20
 DATA = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
@@ -231,6 +232,42 @@ async def test_a_file_opened_for_reading_cannot_be_written(backend: Backend, fil
     finally:
         backend.close(reader)
     assert file.path.read_bytes() == DATA.tobytes()
+
+
+# Direct files: aligned where the backend and the file system do that, else like all others.
+
+
+async def test_a_file_may_be_opened_direct(backend: Backend, file: File, faults: Faults, tmp_path: Path) -> None:
+    direct = backend.open(file.path, direct=True)
+    try:
+        buffer = allocate(4 * 4096, np.uint8)
+        places = extents((8192, 4096, 4096), (12288, 8192, 8192))
+        faults.most_bytes = 2500 if direct.alignment > 1 else 7  # short ones end between two aligned offsets
+        faults.interrupts = 2
+        await backend.read(direct, places, buffer)
+        assert np.array_equal(buffer, np.concatenate([np.zeros(4096, np.uint8), DATA[8192 : 8192 + 3 * 4096]]))
+        await backend.write(direct, 4096, buffer)
+        assert file.path.read_bytes() == DATA[:4096].tobytes() + buffer.tobytes() + DATA[5 * 4096 :].tobytes()
+        if direct.alignment > 1:
+            with pytest.raises(ValueError, match="direct I/O"):
+                await backend.read(direct, extents((8192, 4096, 1)), buffer)
+            with pytest.raises(ValueError, match="direct I/O"):
+                await backend.write(direct, 4096, buffer[:100])
+    finally:
+        backend.close(direct)
+
+
+async def test_the_end_of_a_direct_file_is_an_error(backend: Backend, tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(DATA[:5000].tobytes())
+    direct = backend.open(path, direct=True)
+    try:
+        read = backend.read(direct, extents((0, 8192, 0)), allocate(8192, np.uint8))
+        error = await raises_device_error(read, 0, path)
+        assert error.offset_bytes == 5000 // direct.alignment * direct.alignment
+        assert "the file ends" in str(error)
+    finally:
+        backend.close(direct)
 
 
 # Faults of the system.
