@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,38 +23,12 @@ from numpy.typing import NDArray
 
 from dsa.errors import ConfigError, CorruptError, DeviceError, MismatchError, StateFileError, UsageError
 from dsa.io import indexfile, memory
-from dsa.io.backends.base import Backend, Bytes, Extents, File
+from dsa.io.backends.base import Backend, Bytes, Extents
 from dsa.io.directory import Directory
+from dsa.io.image import TableImage as TableImage
 from dsa.io.manifest import Generation, Manifest, TableEntry, TableState, decode, encode, index_file
 
 _log = logging.getLogger("dsa")
-
-
-@dataclass
-class TableImage:
-    """What a table is now; the arrays are the live ones and must not change while a commit runs.
-
-    Args:
-        entry: the table; it may have more rows than in the manifest.
-        slots: int32 or int64 [n_rows], -1: never written.
-        checks: uint32 [n_rows].
-        segments: bool [n_segments], those that hold live records.
-        step: the parameter's step count.
-        live_rows: rows with a slot.
-        fingerprint: of some weight rows, or None.
-        changed: the index differs from that of the generation that the running state descends from.
-        file: the log, open, for its sync.
-    """
-
-    entry: TableEntry
-    slots: NDArray[Any]
-    checks: NDArray[np.uint32]
-    segments: NDArray[np.bool_]
-    step: int
-    live_rows: int
-    fingerprint: int | None
-    changed: bool
-    file: File
 
 
 async def read_manifest(backend: Backend, directory: Directory) -> Manifest | None:
@@ -150,7 +124,7 @@ class Generations:
         try:
             reader = await self._reader(state)
             try:
-                return _unpack(await reader.segments(), reader.header.n_segments)
+                return await reader.segments()
             finally:
                 reader.close()
         except (StateFileError, DeviceError) as error:
@@ -304,7 +278,7 @@ class Generations:
         base = self._generation(self.current)
         entries = {entry.name: entry for entry in old.tables}
         for image in images:
-            _check_image(image, entries.get(image.entry.name))
+            image.check(entries.get(image.entry.name))
             entries[image.entry.name] = image.entry
         with self._writing("commit"):
             # 1. The records, and the names of logs that are new.
@@ -346,10 +320,8 @@ class Generations:
             old.uuid, name, old.next_number, len(image.slots), image.slots.dtype.itemsize, n_segments
         )
         written[file] = image.segments.copy()
-        packed: Bytes = np.packbits(image.segments, bitorder="little")
-        check = await indexfile.write(
-            self.backend, self.directory.file(file), header, packed, image.slots, image.checks
-        )
+        path = self.directory.file(file)
+        check = await indexfile.write(self.backend, path, header, image.segments, image.slots, image.checks)
         return TableState(name, image.step, file, check, image.live_rows, n_segments, image.fingerprint)
 
     async def release(self, number: int) -> None:
@@ -398,21 +370,3 @@ def _keep(generations: Sequence[Generation], base: int, keep: int | None) -> tup
     """Of the counted generations up to `base` the newest `keep`, all of them with None."""
     counted = [g for g in generations if g.counted and g.number <= base]
     return tuple(counted if keep is None else counted[max(len(counted) - keep, 0) :])
-
-
-def _unpack(packed: Bytes, n_segments: int) -> NDArray[np.bool_]:
-    return np.unpackbits(packed, count=n_segments, bitorder="little").astype(np.bool_)
-
-
-def _check_image(image: TableImage, known: TableEntry | None) -> None:
-    entry = image.entry
-    n_rows = entry.n_rows
-    if known is not None:
-        same = replace(entry, shape=known.shape) == known and entry.shape[1:] == known.shape[1:]
-        if not same or n_rows < known.n_rows:
-            raise MismatchError(f"table {entry.name!r} is {known} in the manifest, and {entry} now")
-    arrays = (image.slots, image.checks)
-    if any(array.shape != (n_rows,) or not array.flags.c_contiguous for array in arrays):
-        raise ValueError(f"table {entry.name!r}: index arrays must be contiguous with {n_rows} elements")
-    if image.slots.dtype not in (np.int32, np.int64) or image.checks.dtype != np.uint32:
-        raise ValueError(f"table {entry.name!r}: index of {image.slots.dtype} and {image.checks.dtype}")

@@ -137,14 +137,14 @@ async def write(
     backend: Backend,
     path: Path,
     header: Header,
-    segments: Bytes,
+    segments: NDArray[np.bool_],
     slots: NDArray[Any],
     checks: NDArray[np.uint32],
 ) -> int:
     """Write and sync an index file (not its directory); the arrays must not change meanwhile. Returns its check.
 
     Args:
-        segments: packed bits, lowest first.
+        segments: bool [n_segments], those that the generation refers to.
         slots: int32 or int64 [n_rows], contiguous.
         checks: uint32 [n_rows], contiguous.
 
@@ -154,7 +154,8 @@ async def write(
     table, *sections = header.sections()
     chunk_checks = np.zeros(table.nbytes // 4, np.uint32)
     parts: list[Bytes] = []
-    payloads = [_bytes_of(segments), _bytes_of(slots), _bytes_of(checks)]
+    packed_segments: Bytes = np.packbits(segments, bitorder="little")
+    payloads = [packed_segments, _bytes_of(slots), _bytes_of(checks)]
     for section, payload in zip(sections, payloads, strict=True):
         if payload.nbytes != section.nbytes:
             raise ValueError(f"a section of {section.nbytes} bytes was given {payload.nbytes}")
@@ -222,11 +223,11 @@ class Reader:
     def close(self) -> None:
         self._backend.close(self._file)
 
-    async def segments(self) -> Bytes:
-        """The packed bits of the segments that the generation refers to."""
-        out = np.zeros(self._sections[1].nbytes, np.uint8)
-        await self._read(self._sections[1], out, np.dtype(np.uint8))
-        return out
+    async def segments(self) -> NDArray[np.bool_]:
+        """bool [n_segments]: those that the generation refers to."""
+        packed = np.zeros(self._sections[1].nbytes, np.uint8)
+        await self._read(self._sections[1], packed, np.dtype(np.uint8))
+        return np.unpackbits(packed, count=self.header.n_segments, bitorder="little").astype(np.bool_)
 
     async def index(self, slots: NDArray[Any], checks: NDArray[np.uint32]) -> None:
         """Fill the arrays (contiguous, at least `n_rows` long); rows beyond the file's are set to never written."""
