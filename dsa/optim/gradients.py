@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import UsageError
 from dsa.io.compile import kernel
 from dsa.optim import workers
-from dsa.optim.native import at_address, claim
+from dsa.optim.native import at_address, carray, claim
 from dsa.optim.workers import region
 
 # The cells of the summing region: its claim counter, sizes in rows and items, addresses.
@@ -140,7 +139,7 @@ def _sum_runs(
 
 
 @functools.cache
-def _sums_region(real: type[np.floating[Any]]) -> Any:
+def _sums_region(real: Any) -> Any:
     def sum_runs(address: int) -> None:
         cells = carray(at_address(address), _CELLS, np.int64)
         count, part, width, negate = cells[_RUNS], cells[_PART_RUNS], cells[_WIDTH], cells[_NEGATE] != 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import ConfigError
-from dsa.optim import regions, workers
+from dsa.optim import fused, workers
 
 SCRATCH_BYTES = 16 << 20  # for one block's roots, or for gathered weights
 _SERIAL_ELEMENTS = 2032  # torch gives the square roots of 2048 and more numbers to its threads
@@ -215,51 +215,51 @@ def _update_rows(
 ) -> None:
     """Fill in the cells of a region and run it, block by block where the roots of all rows are too large."""
     count, width = values.shape
-    real = moments.dtype.type
+    real: Any = moments.dtype.type
     if values.dtype != weights.dtype:
         values = values.to(torch.float64 if real is np.float64 else torch.float32)
         exact = True  # the one pass of the fast kernel knows one dtype
     frames = np.ascontiguousarray(frames, np.int32)
     rows, values = rows.contiguous(), values.contiguous()
     factors = np.array([1 - hyper.beta1, 1 - hyper.beta2, hyper.eps, -hyper.step_size])
-    cells = regions.new_cells(count, width)
-    cells[regions.FACTORS] = _address(factors)
-    cells[regions.MOMENTS], cells[regions.STRIDE] = _address(moments), moments.strides[0] // moments.itemsize
-    cells[regions.WEIGHTS] = weights.data_ptr()
-    cells[regions.ROW_STRIDE] = weights.stride(0)
-    cells[regions.COLUMN_STRIDE] = weights.stride(1) if width > 1 else 1
+    cells = fused.new_cells(count, width)
+    cells[fused.FACTORS] = _address(factors)
+    cells[fused.MOMENTS], cells[fused.STRIDE] = _address(moments), moments.strides[0] // moments.itemsize
+    cells[fused.WEIGHTS] = weights.data_ptr()
+    cells[fused.ROW_STRIDE] = weights.stride(0)
+    cells[fused.COLUMN_STRIDE] = weights.stride(1) if width > 1 else 1
     if weights.dtype in _HALVES:
-        cells[regions.TABLE] = _address(_floats_of_halves(weights.dtype))
-        cells[regions.BF16] = weights.dtype == torch.bfloat16
-    kinds = (_item(values.dtype), _item(weights.dtype))
+        cells[fused.TABLE] = _address(_floats_of_halves(weights.dtype))
+        cells[fused.BF16] = weights.dtype == torch.bfloat16
+    kinds: tuple[Any, Any] = (_item(values.dtype), _item(weights.dtype))
     block_rows = max(1, SCRATCH_BYTES // (width * moments.itemsize)) if exact else count
     for start in range(0, count, block_rows):
         size = min(block_rows, count - start)
-        cells[regions.COUNT] = size
-        cells[regions.FRAMES] = _address(frames) + start * frames.itemsize
-        cells[regions.ROWS] = rows.data_ptr() + start * rows.element_size()
-        cells[regions.VALUES] = values.data_ptr() + start * width * values.element_size()
+        cells[fused.COUNT] = size
+        cells[fused.FRAMES] = _address(frames) + start * frames.itemsize
+        cells[fused.ROWS] = rows.data_ptr() + start * rows.element_size()
+        cells[fused.VALUES] = values.data_ptr() + start * width * values.element_size()
         if not exact:
-            _run(regions.fast_region(real, kinds[1]), cells, size * width)
+            _run(fused.fast_region(real, kinds[1]), cells, size * width)
             continue
         roots = _scratch(size * width, torch.float64 if real is np.float64 else torch.float32)
-        cells[regions.ROOTS] = roots.data_ptr()
-        _run(regions.moments_region(real, kinds[0]), cells, size * width)
+        cells[fused.ROOTS] = roots.data_ptr()
+        _run(fused.moments_region(real, kinds[0]), cells, size * width)
         _take_roots(roots)
-        _run(regions.weights_region(real, kinds[1]), cells, size * width)
+        _run(fused.weights_region(real, kinds[1]), cells, size * width)
 
 
 def _run(region: Any, cells: NDArray[np.int64], elements: int) -> None:
-    cells[regions.CLAIMED] = 0
+    cells[fused.CLAIMED] = 0
     workers.run(region.address, cells, elements)
 
 
 def _take_roots(squares: Tensor) -> None:
     """Torch's own square root in place, which is not the processor's, in one call; few in this thread alone."""
-    if len(squares) >= workers.PARALLEL_ELEMENTS:
+    if workers.threads_for(len(squares)) > 1:
         squares.sqrt_()
     else:
-        torch._foreach_sqrt_(squares.split(_SERIAL_ELEMENTS))
+        torch._foreach_sqrt_(torch.split(squares, _SERIAL_ELEMENTS))
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -285,4 +285,4 @@ def _scratch(items: int, dtype: torch.dtype) -> Tensor:
 def _floats_of_halves(dtype: torch.dtype) -> NDArray[np.float32]:
     """The float32 of each of the 65536 bit patterns of bf16 or fp16."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    return bits.view(dtype).to(torch.float32).numpy()  # type: ignore[no-any-return]
+    return bits.view(dtype).to(torch.float32).numpy()

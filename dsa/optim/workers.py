@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 PART_ELEMENTS = 1 << 13  # numbers in one claimed part of the rows
 PARALLEL_ELEMENTS = 1 << 16  # fewer than these do not pay for a second core
 
+_PID = os.getpid()
 _log = logging.getLogger("dsa")
 _Run = Callable[[int, int, int], None]
 
@@ -43,7 +44,15 @@ def region(function: Callable[[int], None]) -> Callable[[int], None]:
         _log.info("a compiled region is not cached: %s", error)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumbaWarning)
-            return numba.cfunc(signature)(function)  # type: ignore[no-any-return]
+            return numba.cfunc(signature)(function)
+
+
+def threads_for(elements: int) -> int:
+    """The threads that work on so many numbers: all that torch may use, or this one alone.
+
+    A forked child works alone: OpenMP's threads stayed in its parent, and their runtime does not know it.
+    """
+    return torch.get_num_threads() if elements >= PARALLEL_ELEMENTS and os.getpid() == _PID else 1
 
 
 def run(region_address: int, cells: NDArray[Any], elements: int) -> None:
@@ -54,7 +63,7 @@ def run(region_address: int, cells: NDArray[Any], elements: int) -> None:
         cells: what it works on; the first is its claim counter, 0.
         elements: how many numbers there are to work on.
     """
-    workers = torch.get_num_threads() if elements >= PARALLEL_ELEMENTS else 1
+    workers = threads_for(elements)
     address: int = cells.__array_interface__["data"][0]
     if workers == 1:
         _call(region_address, address)
@@ -90,19 +99,16 @@ def _openmp() -> _Run | None:
 
 
 class Crew:
-    """Python threads that run regions beside the calling one; started when first needed, of one process."""
+    """Python threads that run regions beside the calling one; started when first needed."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._size = 0
-        self._pid = os.getpid()
         self._lock = threading.Lock()
 
     def run(self, region_address: int, cells_address: int, workers: int) -> None:
         """Run a region in `workers` threads, this one included. Returns only when all have ended, also when the
         caller is interrupted: nothing is written behind its back."""
-        if self._pid != os.getpid():  # a forked child has none of these threads, and the lock may be held
-            self.__init__()  # type: ignore[misc]
         with self._lock:
             while self._size < workers - 1:
                 name = f"dsa-kernel-{self._size}"
