@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
-from dsa.io.eviction import DIRTY, FILLING, FREE, LEASED, WRITING, Policy
+from dsa.io.eviction import FILLING, FREE, LEASED, Policy
 
 NO_FRAME = -1
 DONE_FRAME = -2
@@ -82,10 +82,12 @@ def _unpin(frames: Frames, pins: NDArray[np.int32]) -> int:
 
 @kernel
 def _any_flag(frames: Frames, flags: NDArray[np.uint8], mask: int) -> bool:
+    found = False
     for i in range(len(frames)):
         if frames[i] >= 0 and flags[frames[i]] & mask:
-            return True
-    return False
+            found = True
+            break
+    return found
 
 
 @kernel
@@ -265,6 +267,3 @@ class Arena:
     def moments(self, dtype: Any) -> NDArray[Any]:
         """The frames as numbers: [n_frames, record_bytes / itemsize] of `dtype`, the same memory."""
         return self.memory.view(dtype)
-
-
-__all__ = ["DIRTY", "DONE_FRAME", "FILLING", "FRAME_OVERHEAD_BYTES", "NO_FRAME", "WRITING", "Arena"]

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,47 +18,16 @@ from numpy.typing import NDArray
 from dsa.config import IOConfig
 from dsa.errors import ClosedError, ConfigError, MismatchError, StateExistsError, UsageError
 from dsa.io.backends import open_backend
-from dsa.io.bookkeeping import Step, Table
-from dsa.io.cache import FRAME_OVERHEAD_BYTES, NO_FRAME, Arena, Frames, Rows
-from dsa.io.cache_budget import divide
+from dsa.io.cache import FRAME_OVERHEAD_BYTES, Frames, Rows
 from dsa.io.directory import Directory
-from dsa.io.layout import RecordLayout, SegmentLayout, choose_segment_bytes, row_bytes_for, segment_layout
-from dsa.io.manifest import Generation, Manifest, TableEntry, table_file
-from dsa.io.memory import allocate, touch
+from dsa.io.jobs import Step, Table
+from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
-from dsa.io.segments import Segments
 from dsa.io.statistics import Statistics
+from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
 from dsa.io.window import Kind
 
 Update = Callable[[int, NDArray[np.int64], Frames], None]
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """What the engine is told about a parameter.
-
-    Args:
-        name: how its table is found again.
-        shape, dtype: of the parameter.
-        width: elements of a row.
-        moment_dtype: "float32" or "float64".
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    width: int
-    moment_dtype: str
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of the parameter."""
-        return self.shape[0]
-
-    @property
-    def record(self) -> RecordLayout:
-        """Layout of the table's records."""
-        return RecordLayout(self.width, self.moment_dtype)
 
 
 class Engine:
@@ -138,58 +106,12 @@ class Engine:
         return manifest
 
     def _lay_out(self) -> None:
-        """Make arenas and tables for the specs; their indexes are empty and their logs not open."""
-        books = self._pipeline.books
-        rows_by_record: dict[int, int] = {}
-        for spec in self._specs:
-            size = spec.record.record_bytes
-            rows_by_record[size] = rows_by_record.get(size, 0) + spec.n_rows
-        arenas: dict[int, Arena] = {}
-        for size, frames in divide(self.cache_bytes, rows_by_record).items():
-            memory = allocate((frames, size), np.uint8)
-            touch(memory)
-            arenas[size] = Arena(memory)
-        self._entries = []
-        tables = []
-        for number, spec in enumerate(self._specs):
-            arena = arenas[spec.record.record_bytes]
-            entry = self._entry(spec)
-            self._entries.append(entry)
-            frame_of = allocate(spec.n_rows, np.int32)
-            frame_of[:] = NO_FRAME
-            known = books.tables[number] if number < len(books.tables) else None
-            segments = known.segments if known is not None else _empty_segments(spec, entry)
-            table = Table(number, spec.name, spec.n_rows, spec.record, arena, arena.add_table(frame_of), segments)
-            if known is not None:
-                table.file, table.file_segments, table.identity = known.file, known.file_segments, known.identity
-                table.step, table.in_generation = known.step, known.in_generation
-            tables.append(table)
-        books.tables, books.arenas = tables, list(arenas.values())
-
-    def _entry(self, spec: TableSpec) -> TableEntry:
-        """The table as the manifest describes it, or as it will."""
-        manifest = self._pipeline.generations and self._pipeline.generations.manifest
-        known = manifest.entry(spec.name) if manifest else None
-        if known is not None:
-            return known
-        record_bytes = spec.record.record_bytes
-        wanted = self._pipeline.config.segment_bytes or choose_segment_bytes(
-            record_bytes, spec.n_rows, self.cache_bytes
-        )
-        layout = segment_layout(record_bytes, spec.n_rows, wanted)
-        taken = [entry.file for entry in [*(manifest.tables if manifest else ()), *self._entries]]
-        return TableEntry(
-            name=spec.name,
-            shape=spec.shape,
-            dtype=spec.dtype,
-            moment_dtype=spec.moment_dtype,
-            width=spec.width,
-            fields=spec.record.fields,
-            record_bytes=record_bytes,
-            segment_bytes=layout.segment_bytes,
-            slots_per_segment=layout.slots,
-            file=table_file(spec.name, taken),
-        )
+        """Make arenas and tables for the specs; the logs of new ones are not open yet."""
+        books, generations = self._pipeline.books, self._pipeline.generations
+        manifest = generations.manifest if generations is not None else None
+        segment_bytes = self._pipeline.config.segment_bytes
+        self._entries = entries_for(self._specs, manifest, segment_bytes, self.cache_bytes)
+        books.tables, books.arenas = lay_out(self._specs, self._entries, self.cache_bytes, books.tables)
 
     def _adopt(self, number: int) -> None:
         """Make a generation the present state."""
@@ -198,7 +120,7 @@ class Engine:
         if generation is None:
             self._pipeline.generations.go_back(number)  # type: ignore[union-attr]  # raises: it is not there
             raise RuntimeError(f"generation {number} is not there")
-        self._check_match(manifest, generation)
+        check_match(self._pipeline.directory.path, self._specs, manifest, generation)
         pipeline = self._pipeline
         for table, entry in zip(pipeline.books.tables, self._entries, strict=True):
             if table.file is None:
@@ -215,23 +137,6 @@ class Engine:
             table.in_generation = True
         self.decided = True
         self._uncommitted(0)
-
-    def _check_match(self, manifest: Manifest, generation: Generation) -> None:
-        where = self._pipeline.directory.path
-        for spec in self._specs:
-            entry = manifest.entry(spec.name)
-            if entry is None or generation.state(spec.name) is None:
-                names = ", ".join(state.table for state in generation.tables) or "none"
-                raise MismatchError(
-                    f"{where}: generation {generation.number} has no table {spec.name!r}; it has {names}. Give the "
-                    "optimizer the parameters that the state was made with (named_parameters()), or another state_dir"
-                )
-            if entry.shape != spec.shape or entry.dtype != spec.dtype:
-                raise MismatchError(
-                    f"{where}: table {spec.name!r} is {entry.dtype} of shape {entry.shape} on disk, the parameter is "
-                    f"{spec.dtype} of shape {spec.shape}; use the model that the state was made with, or another "
-                    "state_dir"
-                )
 
     def _refuse_unclaimed(self) -> None:
         """A table on disk that no parameter has: found at the first step, for parameter groups may still come."""
@@ -280,7 +185,7 @@ class Engine:
         current = manifest.generation(generations.current) if generations and generations.current is not None else None
         entry = self._entries[-1]
         if current is not None and current.state(spec.name) is not None:
-            self._check_match(manifest, current)
+            check_match(pipeline.directory.path, self._specs, manifest, current)
             pipeline.open_log(table, entry, manifest.uuid)
             pipeline.run(pipeline.load(current.number, [table]))
             table.in_generation = True
@@ -599,18 +504,3 @@ class Engine:
                 self.closed = True
                 self._finalizer.detach()
                 self._pipeline.stop()
-
-
-def _segment_layout(entry: TableEntry) -> SegmentLayout:
-    return SegmentLayout(
-        entry.record_bytes, entry.slots_per_segment, row_bytes_for(entry.n_rows), entry.segment_bytes
-    )
-
-
-def _empty_segments(spec: TableSpec, entry: TableEntry) -> Segments:
-    layout = _segment_layout(entry)
-    # A log may grow to some times its records; beyond 2**31 slots an index entry needs 8 bytes.
-    kind = np.int32 if spec.n_rows * 16 < 2**31 else np.int64
-    slots = allocate(spec.n_rows, kind)
-    slots[:] = -1
-    return Segments(layout, slots, allocate(spec.n_rows, np.uint32))

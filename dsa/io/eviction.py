@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.errors import UsageError
+from dsa.io.ageing import Ageing
 from dsa.io.compile import kernel
 from dsa.io.foresight import Foresight
 
@@ -28,9 +29,8 @@ FREE = 16
 BARRED = DIRTY | FILLING | WRITING | LEASED | FREE
 """A frame with any of these flags cannot be given up."""
 
-_BASE = 1.03  # a step of the byte is a factor of so much
-_ONE = 100  # the byte of a single access just now
-_HALF_LIFE = 8.0  # in accesses per row of the arena
+_BASE = 1.04  # a step of the byte is a factor of so much
+_ONE = 60  # the byte of a single access just now: counts from 0.1 to 2,100 have a byte
 _LOOK = 32  # frames looked at for each victim
 _LEAST_LOOK = 1 << 14
 _UNKNOWN = np.int32(-1)
@@ -64,8 +64,8 @@ class Policy:
         self._codes: list[NDArray[np.uint8]] = []
         self._frame_code: NDArray[np.uint8] = np.zeros(n_frames, np.uint8)
         self._frame_due: NDArray[np.int32] = np.full(n_frames, _UNKNOWN, np.int32)
-        self._n_rows = 0
-        self._progress = 0  # accesses since the last byte step was complete
+        self._ageing = Ageing(n_frames)
+        self._progress = 0.0  # the share of all bytes that the present round of decay has reached
         self._random: NDArray[np.uint32] = np.array([2463534242], np.uint32)
         self._hand = 0
 
@@ -73,7 +73,7 @@ class Policy:
         """Make room for a table of `n_rows` rows; returns its number, counting from 0."""
         self._foresights.append(Foresight(n_rows))
         self._codes.append(np.zeros(n_rows, np.uint8))
-        self._n_rows += n_rows
+        self._ageing.add_table(n_rows)
         return len(self._codes) - 1
 
     def known(self, table: int, sequence: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
@@ -101,8 +101,10 @@ class Policy:
     def touched(self, table: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
         """A step updated these rows (unique, sorted or not) in these frames: one access each."""
         self._same_length(len(rows), frames)
+        wanted = np.ascontiguousarray(rows, np.int64)
+        self._ageing.touched(table, wanted)
         _bump(
-            np.ascontiguousarray(rows, np.int64),
+            wanted,
             frames,
             self._codes[table],
             self._frame_code,
@@ -163,16 +165,18 @@ class Policy:
             raise UsageError(f"{n_rows} rows came with {len(frames)} frames: each row needs one, or -1")
 
     def _decay(self, accesses: int) -> None:
-        """Subtract one from every byte in the course of so many accesses as make a count lose one byte step."""
-        span = max(int(_HALF_LIFE * self._n_rows * np.log(_BASE) / np.log(2)), 1)
-        while accesses > 0:
-            start = self._progress
-            stop = min(start + accesses, span)
-            accesses -= stop - start
+        """Go on subtracting one from every byte: once round in as many accesses as a count takes to lose one step."""
+        round_accesses = self._ageing.half_life * np.log2(_BASE)
+        left = accesses / round_accesses
+        while left > 0:
+            stop = min(self._progress + left, 1.0)
+            left -= stop - self._progress
             for codes in (*self._codes, self._frame_code):
                 n = len(codes)
-                _subtract_one(codes[n * start // span : n * stop // span])
-            self._progress = 0 if stop == span else stop
+                _subtract_one(codes[int(n * self._progress) : int(n * stop)])
+            self._progress = 0.0 if stop == 1.0 else stop
+            if left < 1e-9:
+                break
 
 
 @kernel

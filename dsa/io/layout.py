@@ -113,7 +113,7 @@ def write_header(
     header[HEAD_BYTES : HEAD_BYTES + len(rows) * layout.row_bytes] = rows.astype(kind).view(np.uint8)
     fields = (layout.record_bytes, layout.slots, len(rows), segment, table_identity, layout.row_bytes)
     head = _HEAD.pack(_MAGIC, SEGMENT_VERSION, *fields, 0)
-    check = zlib.crc32(header[HEAD_BYTES:], zlib.crc32(head))
+    check = zlib.crc32(header[HEAD_BYTES:].data, zlib.crc32(head))
     head = _HEAD.pack(_MAGIC, SEGMENT_VERSION, *fields, check)
     header[: _HEAD.size] = np.frombuffer(head, np.uint8)
 
@@ -129,13 +129,13 @@ def read_header(
     """
     place = f"{path}, segment {segment} at byte {segment * layout.segment_bytes}"
     header = buffer[: layout.header_bytes]
-    magic, version, record_bytes, slots, count, number, identity, row_bytes, check = _HEAD.unpack_from(header)
+    magic, version, record_bytes, slots, count, number, identity, row_bytes, check = _HEAD.unpack_from(header.data)
     if magic != _MAGIC:
         raise CorruptError(f"{place}: no segment header there (found {bytes(magic)!r})")
     if version != SEGMENT_VERSION:
         raise FormatError(f"{place}: segment version {version}, this program reads version {SEGMENT_VERSION}")
     head = _HEAD.pack(magic, version, record_bytes, slots, count, number, identity, row_bytes, 0)
-    computed = zlib.crc32(header[HEAD_BYTES:], zlib.crc32(head))
+    computed = zlib.crc32(header[HEAD_BYTES:].data, zlib.crc32(head))
     if check != computed or header[_HEAD.size : HEAD_BYTES].any():
         raise CorruptError(f"{place}: the header's check is {check:08x} but its bytes give {computed:08x}")
     found = (record_bytes, slots, row_bytes, number, identity)
@@ -200,7 +200,8 @@ def record_check(words: NDArray[np.uint64], row: int) -> np.uint32:
     h ^= h >> _R32
     h *= _K2
     h ^= h >> _R29
-    return np.uint32(h >> _R32)
+    check: np.uint32 = np.uint32(h >> _R32)
+    return check
 
 
 @kernel

@@ -21,15 +21,16 @@ import numpy as np
 
 from dsa.config import IOConfig
 from dsa.errors import CorruptError, DeviceError, ForkedError, UsageError
+from dsa.io.access import Access
 from dsa.io.backends.base import Backend
-from dsa.io.bookkeeping import Bookkeeping, Step, Table
+from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Frames
 from dsa.io.directory import Directory
 from dsa.io.generations import Generations, TableImage
+from dsa.io.jobs import Step, Table
 from dsa.io.layout import table_identity
 from dsa.io.loop import LoopThread
 from dsa.io.manifest import TableEntry
-from dsa.io.pipeline_parts import Access
 from dsa.io.prefetch import Prefetch
 from dsa.io.rowlog import RowLog
 from dsa.io.window import Piece, Window
@@ -51,9 +52,7 @@ class Pipeline:
         keep_generations: how many generations handed out stay loadable; None: all.
     """
 
-    def __init__(
-        self, directory: Directory, backend: Backend, config: IOConfig, keep_generations: int | None
-    ) -> None:
+    def __init__(self, directory: Directory, backend: Backend, config: IOConfig, keep_generations: int | None) -> None:
         self.keep_generations = keep_generations
         self.pid = os.getpid()
         self.directory = directory

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from dsa.io.bookkeeping import Bookkeeping, FillJob
-from dsa.io.pipeline_parts import Access
+from dsa.io.access import Access
+from dsa.io.bookkeeping import Bookkeeping
+from dsa.io.jobs import FillJob
 from dsa.io.rowlog import RowLog
 
 JOBS_IN_FLIGHT = 3

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from dsa.config import IOConfig
 from dsa.errors import CorruptError
 from dsa.io.backends.base import Backend, Extents, File
-from dsa.io.bookkeeping import Bookkeeping, CleanJob, FillJob, Table, WriteJob
+from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.extents import plan
+from dsa.io.jobs import CleanJob, FillJob, Table, WriteJob
 from dsa.io.layout import checked_gather, checked_scatter, read_header, round_up, write_header, zero_frames
 from dsa.io.memory import PAGE_BYTES, allocate
 

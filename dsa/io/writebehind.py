@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from dsa.io.bookkeeping import Table, WriteJob
-from dsa.io.pipeline_parts import Access
+from dsa.io.access import Access
+from dsa.io.jobs import Table, WriteJob
 from dsa.io.rowlog import RowLog
 
 WRITES_IN_FLIGHT = 2
@@ -21,9 +21,7 @@ class WriteBehind:
     `turn` is held by whoever writes: the task itself, or a checkpoint, which must not be overtaken.
     """
 
-    def __init__(
-        self, access: Access, log: RowLog, dirty_share: float, latch: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, access: Access, log: RowLog, dirty_share: float, latch: Callable[[BaseException], None]) -> None:
         self.wanted = asyncio.Event()
         self.turn = asyncio.Lock()
         self._access = access

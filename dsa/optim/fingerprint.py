@@ -17,4 +17,4 @@ def fingerprint(param: Tensor) -> int:
         return 0
     rows = torch.linspace(0, n_rows - 1, min(_ROWS, n_rows), dtype=torch.float64).long().to(param.device)
     some = param.detach().index_select(0, rows).contiguous().cpu()
-    return zlib.crc32(some.reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(some.reshape(-1).view(torch.uint8).numpy().data)

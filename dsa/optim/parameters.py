@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsa.config import IOConfig
 from dsa.errors import ConfigError, UsageError
-from dsa.io.engine import TableSpec
+from dsa.io.tables import TableSpec
 
 DTYPES = {
     torch.float32: "float32",
@@ -116,3 +118,48 @@ def refuse_several_processes() -> None:
             f"torch.distributed runs {distributed.get_world_size()} processes: DiskSparseAdam does not shard its "
             "tables; train in one process"
         )
+
+
+def check_choices(staging: object, keep_generations: object, io: object) -> None:
+    """Refuse values that are not among the choices.
+
+    Raises:
+        ConfigError: with the value and what it may be.
+    """
+    if staging not in ("auto", "on", "off"):
+        raise ConfigError(f'staging must be "auto", "on" or "off", got {staging!r}')
+    whole = isinstance(keep_generations, int) and not isinstance(keep_generations, bool)
+    if keep_generations is not None and not (whole and keep_generations >= 1):  # type: ignore[operator]
+        raise ConfigError(f"keep_generations must be a whole number of at least 1, or None, got {keep_generations!r}")
+    if io is not None and not isinstance(io, IOConfig):
+        raise ConfigError(f"io must be an IOConfig, got {type(io).__name__}")
+
+
+def check_group(group: dict[str, Any], defaults: dict[str, Any], number: int) -> None:
+    """Check a group before torch takes it; its parameters may be an iterator, which becomes a list."""
+    where = f"parameter group {number}: "
+    check_hyperparameters({**defaults, **group}, where, zero_lr=True)
+    params = group["params"]
+    if isinstance(params, Tensor):
+        params = [params]
+    elif not isinstance(params, set):
+        params = list(params)
+    group["params"] = params
+    for i, each in enumerate(params):
+        name, param = each if isinstance(each, tuple) and len(each) == 2 else (f"{where}number {i}", each)
+        check_parameter(str(name), param)
+
+
+def warn_of_lookalikes(pairs: list[tuple[str, Tensor]]) -> None:
+    """Warn where two parameters without names have one shape: only their order tells their tables apart."""
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, param in pairs:
+        key = (tuple(param.shape), param.dtype)
+        if key in seen:
+            warnings.warn(
+                f"parameters {seen[key]} and {name} have no names and one shape {tuple(param.shape)}: their moments "
+                "are told apart by order only; pass model.named_parameters()",
+                stacklevel=4,
+            )
+            return
+        seen[key] = name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsa.config import IOConfig
-from dsa.errors import ConfigError, UsageError
+from dsa.errors import UsageError
 from dsa.io import warm_up as io_warm_up
 from dsa.io.cache import FRAME_OVERHEAD_BYTES
 from dsa.io.cache_budget import cache_bytes as parse_cache
@@ -26,7 +25,7 @@ from dsa.io.engine import Engine
 from dsa.io.statistics import Statistics
 from dsa.io.window import Kind
 from dsa.optim import gradients, kernels, parameters, state_dicts
-from dsa.optim.fingerprint import fingerprint
+from dsa.optim.books import Books
 from dsa.optim.gradients import SparseGradient, unique_rows
 from dsa.optim.hooks import WatchHandle
 from dsa.optim.hooks import watch as watch_modules
@@ -34,62 +33,6 @@ from dsa.optim.lookahead import Lookahead
 from dsa.optim.row_sets import Key, Rows, TableDirectory, resolve
 
 _log = logging.getLogger("dsa")
-_JUDGED_STEPS = 10
-_LEAST_SHARE = 0.9
-
-
-class _Books:
-    """All of the optimizer's own state that changes (tools copy an optimizer's `__dict__`, and this stays one)."""
-
-    def __init__(self, engine: Engine, kernel: str, tables: TableDirectory) -> None:
-        self.engine = engine
-        self.kernel = kernel
-        self.tables = tables
-        self.announcer = _Announcer(self)
-        self.gradient_s = 0.0
-        self.compile_s = 0.0
-        self.unchecked_weights = False  # a generation was loaded and no step has come since
-        self.warned_share = False
-        self.warned_parts = False
-
-    def use_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
-        self.tables = TableDirectory(pairs)
-
-    def fingerprints(self) -> list[int]:
-        return [fingerprint(table.parameter) for table in self.tables.tables]
-
-    def warn_parts(self, cache_bytes: int) -> None:
-        if not self.warned_parts:
-            self.warned_parts = True
-            warnings.warn(
-                f"a step touches more rows than the cache has frames and is done in parts, each waiting for the disk; "
-                f"cache={cache_bytes} bytes or more would avoid it",
-                stacklevel=5,
-            )
-
-
-class _Announcer:
-    """What lookahead and hooks announce to."""
-
-    def __init__(self, books: _Books) -> None:
-        self._books = books
-
-    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
-        engine = self._books.engine
-        engine.check_open()
-        return engine.announce(Kind.AHEAD, resolve(rows, self._books.tables))
-
-    def hand_out(self, ticket: int) -> None:
-        self._books.engine.hand_out(ticket)
-
-    def end(self, ticket: int) -> None:
-        self._books.engine.end(ticket)
-
-    def announce_hook(self, table: int, rows: NDArray[np.int64]) -> None:
-        engine = self._books.engine
-        if not engine.closed:
-            engine.check_open()
-            engine.announce(Kind.HOOK, {table: rows})
 
 
 class DiskSparseAdam(Optimizer):
@@ -144,7 +87,7 @@ class DiskSparseAdam(Optimizer):
         parameters.check_hyperparameters({**defaults, **unsupported})
         if unsupported:
             raise TypeError(f"DiskSparseAdam() got an unexpected keyword argument {next(iter(unsupported))!r}")
-        _check_choices(staging, keep_generations, io)
+        parameters.check_choices(staging, keep_generations, io)
         parameters.refuse_several_processes()
         super().__init__(params, defaults)
         pairs = parameters.named(self.param_groups)
@@ -152,7 +95,7 @@ class DiskSparseAdam(Optimizer):
             kernels.choose_kernel(kernel, param)
         specs = [parameters.spec(name, param) for name, param in pairs]
         if not any("param_names" in group for group in self.param_groups):
-            _warn_of_lookalikes(pairs)
+            parameters.warn_of_lookalikes(pairs)
         state_bytes = sum(spec.n_rows * (spec.record.record_bytes + FRAME_OVERHEAD_BYTES) for spec in specs)
         began = time.perf_counter()
         _compile(pairs, kernel)
@@ -167,7 +110,7 @@ class DiskSparseAdam(Optimizer):
             keep_generations=keep_generations,
             config=io or IOConfig(),
         )
-        self._books = _Books(engine, kernel, TableDirectory(pairs))
+        self._books = Books(engine, kernel, TableDirectory(pairs))
         self._books.compile_s = compile_s
         self._books.unchecked_weights = existing == "resume"
         engine.parts_warning = self._books.warn_parts
@@ -180,9 +123,9 @@ class DiskSparseAdam(Optimizer):
             ConfigError: a parameter or value that the constructor would refuse.
         """
         if isinstance(param_group, dict) and "params" in param_group:
-            _check_group(param_group, self.defaults, len(self.param_groups))
+            parameters.check_group(param_group, self.defaults, len(self.param_groups))
         before = len(self.param_groups)
-        books: _Books | None = self.__dict__.get("_books")
+        books: Books | None = self.__dict__.get("_books")
         if books is not None:
             books.engine.check_open()
         super().add_param_group(param_group)
@@ -205,7 +148,7 @@ class DiskSparseAdam(Optimizer):
     # The step.
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Carry out one step; returns what `closure` returns.
 
         Waits only for rows that are not in frames yet. A failed step may leave weights and moments mixed: its error
@@ -227,7 +170,7 @@ class DiskSparseAdam(Optimizer):
         work = self._gradients()
         books.gradient_s += time.perf_counter() - began
         if books.unchecked_weights:
-            self._compare_weights()
+            books.compare_weights()
         rows = {number: gradient.rows.cpu().numpy() for number, (_, gradient) in work.items()}
 
         def update(number: int, positions: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
@@ -252,7 +195,7 @@ class DiskSparseAdam(Optimizer):
         finally:
             for number in work:
                 self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
-        self._judge_announcements()
+        books.judge_announcements()
         return loss
 
     def _gradients(self) -> dict[int, tuple[dict[str, Any], SparseGradient]]:
@@ -270,32 +213,6 @@ class DiskSparseAdam(Optimizer):
                 if gradient is not None:
                     work[table.number] = (group, gradient)
         return work
-
-    def _compare_weights(self) -> None:
-        books = self._books
-        books.unchecked_weights = False
-        for table in books.tables.tables:
-            stored = books.engine.fingerprint_of(table.number)
-            if stored is not None and stored != fingerprint(table.parameter):
-                warnings.warn(
-                    f"the weights of {table.name!r} are not those that the moments of generation "
-                    f"{books.engine.generation} in {books.engine.path} were saved with: model and optimizer come from "
-                    "different checkpoints; load both from the same one",
-                    stacklevel=4,
-                )
-
-    def _judge_announcements(self) -> None:
-        books = self._books
-        if books.warned_share:
-            return
-        steps, share = books.engine.announced_lately()
-        if steps >= _JUDGED_STEPS and share < _LEAST_SHARE:
-            books.warned_share = True
-            warnings.warn(
-                f"only {share:.0%} of the rows that steps touched had been announced: the rows function misses rows "
-                "(are negatives drawn in the model? then draw them in the loader's collate function, or use watch())",
-                stacklevel=4,
-            )
 
     # Announcing.
 
@@ -490,50 +407,9 @@ class DiskSparseAdam(Optimizer):
         self.__reduce_ex__(4)
 
 
-def _check_choices(staging: object, keep_generations: object, io: object) -> None:
-    if staging not in ("auto", "on", "off"):
-        raise ConfigError(f'staging must be "auto", "on" or "off", got {staging!r}')
-    whole = isinstance(keep_generations, int) and not isinstance(keep_generations, bool)
-    if keep_generations is not None and not (whole and keep_generations >= 1):  # type: ignore[operator]
-        raise ConfigError(f"keep_generations must be a whole number of at least 1, or None, got {keep_generations!r}")
-    if io is not None and not isinstance(io, IOConfig):
-        raise ConfigError(f"io must be an IOConfig, got {type(io).__name__}")
-
-
-def _check_group(group: dict[str, Any], defaults: dict[str, Any], number: int) -> None:
-    """Check a group before torch takes it; its parameters may be an iterator, which becomes a list."""
-    where = f"parameter group {number}: "
-    parameters.check_hyperparameters({**defaults, **group}, where, zero_lr=True)
-    params = group["params"]
-    if isinstance(params, Tensor):
-        params = [params]
-    elif not isinstance(params, set):
-        params = list(params)
-    group["params"] = params
-    for i, each in enumerate(params):
-        name, param = each if isinstance(each, tuple) and len(each) == 2 else (f"{where}number {i}", each)
-        parameters.check_parameter(str(name), param)
-
-
-def _warn_of_lookalikes(pairs: list[tuple[str, Tensor]]) -> None:
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, param in pairs:
-        key = (tuple(param.shape), param.dtype)
-        if key in seen:
-            warnings.warn(
-                f"parameters {seen[key]} and {name} have no names and one shape {tuple(param.shape)}: their moments are "
-                "told apart by order only; pass model.named_parameters()",
-                stacklevel=3,
-            )
-            return
-        seen[key] = name
-
-
 def _compile(pairs: list[tuple[str, Tensor]], kernel: str) -> None:
     """Compile, or load from the cache, all that steps will need."""
     io_warm_up.warm_up()
     for dtype, param in {param.dtype: param for _, param in pairs}.items():
         gradients.warm_up(dtype)
         kernels.warm_up(kernels.choose_kernel(kernel, param), dtype)
-
-

@@ -81,7 +81,7 @@ def _load_generation(engine: Engine, tables: TableDirectory, state: Mapping[Any,
 
 
 def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Write the dense moments of a torch.optim.SparseAdam state dict to the tables; rows that are all zero cost nothing."""
+    """Write the dense moments of a torch.optim.SparseAdam state dict to the tables, except rows that are all zero."""
     engine.check_decided()
     entries = {int(key): entry for key, entry in state.items()}
     for number, entry in entries.items():

@@ -112,9 +112,7 @@ class AiofilesBackend(LocalFiles):
                     stack.enter_context(reported("close", file.path))
                     stack.callback(handle.raw.close)
 
-    async def read(
-        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
-    ) -> None:
+    async def read(self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None) -> None:
         view = _view(buffer)
         if view.readonly:
             raise ValueError("the buffer to read into is read-only")
@@ -124,9 +122,7 @@ class AiofilesBackend(LocalFiles):
         self.counters.read_bytes += int(wanted.lengths.sum())
         await ended(asyncio.ensure_future(self._read(file, wanted, view, then)))
 
-    async def _read(
-        self, file: File, extents: Extents, view: memoryview, then: Callable[[], None] | None
-    ) -> None:
+    async def _read(self, file: File, extents: Extents, view: memoryview, then: Callable[[], None] | None) -> None:
         todo = deque(zip(extents.offsets.tolist(), extents.lengths.tolist(), extents.at.tolist(), strict=True))
         workers = min(self._handles, len(extents))
         tasks = [asyncio.ensure_future(self._read_some(file, todo, view)) for _ in range(workers)]
@@ -154,9 +150,7 @@ class AiofilesBackend(LocalFiles):
         finally:
             handles.free.put_nowait(handle)
 
-    async def write(
-        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
-    ) -> None:
+    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         view = _view(buffer)
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")

@@ -71,15 +71,11 @@ class Backend(abc.ABC):
         """Give the descriptor back; the file must not be in use."""
 
     @abc.abstractmethod
-    async def read(
-        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
-    ) -> None:
+    async def read(self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None) -> None:
         """Fill `buffer[at : at + length]` from the file for every extent; the end of the file is an error."""
 
     @abc.abstractmethod
-    async def write(
-        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
-    ) -> None:
+    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         """Write all of `buffer` at `offset`; `before` fills the buffer first, in the thread that writes it."""
 
     @abc.abstractmethod

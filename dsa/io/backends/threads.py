@@ -81,9 +81,7 @@ def _define_call(context: Any, transfer: Any, errno_at: Any, fd: Any, memory: An
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         transfer, errno_at, fd, memory, nbytes, offset = args
         call = ir.FunctionType(word, [number, word, word, word]).as_pointer()
-        result = builder.call(
-            builder.inttoptr(transfer, call), [builder.trunc(fd, number), memory, nbytes, offset]
-        )
+        result = builder.call(builder.inttoptr(transfer, call), [builder.trunc(fd, number), memory, nbytes, offset])
         # Read right behind the call, in this thread, before anything else can change it.
         where = ir.FunctionType(number.as_pointer(), []).as_pointer()
         failure = builder.sext(builder.load(builder.call(builder.inttoptr(errno_at, where), [])), word)
@@ -157,9 +155,7 @@ class ThreadsBackend(LocalFiles):
             self._direct.turn(file)
         return file
 
-    async def read(
-        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
-    ) -> None:
+    async def read(self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None) -> None:
         memory = _address(buffer)
         if not buffer.flags.writeable:
             raise ValueError("the buffer to read into is read-only")
@@ -178,9 +174,7 @@ class ThreadsBackend(LocalFiles):
                 break
         await ended(reading.done)
 
-    async def write(
-        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
-    ) -> None:
+    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         memory = _address(buffer)
         if offset < 0:
             raise ValueError(f"a file has no byte {offset}")
@@ -226,9 +220,7 @@ class _Reading:
         failure: BaseException | None = None
         try:
             if self._failure is None:  # after a failure the rest would be read for nothing
-                _move_extents(
-                    self._calls.pread, self._calls.errno_location, "read", self._file, self._memory, extents
-                )
+                _move_extents(self._calls.pread, self._calls.errno_location, "read", self._file, self._memory, extents)
         except BaseException as error:
             failure = error
         self.part_ended(failure)

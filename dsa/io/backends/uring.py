@@ -72,9 +72,7 @@ class UringBackend(LocalFiles):
             self._direct.turn(file)
         return file
 
-    async def read(
-        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
-    ) -> None:
+    async def read(self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None) -> None:
         _check_buffer(buffer)
         descriptor(file, "read")
         if not buffer.flags.writeable:
@@ -85,9 +83,7 @@ class UringBackend(LocalFiles):
         self.counters.read_bytes += int(wanted.lengths.sum())
         await ended(self._reader.submit(file, wanted, buffer, None, then))
 
-    async def write(
-        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
-    ) -> None:
+    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         _check_buffer(buffer)
         descriptor(file, "write")
         if offset < 0:
@@ -168,9 +164,7 @@ class _RingThread:
             raise DeviceError(0, f"{self._what} (not tried: an earlier one is stuck in the device)", file.path)
         if before is not None:
             before()
-        outcome = ring.transfer(
-            self._op, file.fd, buffer, extents.at, extents.offsets, extents.lengths, file.alignment
-        )
+        outcome = ring.transfer(self._op, file.fd, buffer, extents.at, extents.offsets, extents.lengths, file.alignment)
         if outcome.status != WHOLE:
             number, what = outcome.errno, self._what
             if outcome.status == STALLED:

@@ -34,8 +34,8 @@ class Access:
             if error is not None and not self._waiting and not isinstance(error, DsaError):
                 self._latch(
                     UsageError(
-                        f"{type(error).__name__} ({error}) came while the engine kept its books, which may now be wrong; "
-                        "load_state_dict() a checkpoint together with the model, or close() and resume"
+                        f"{type(error).__name__} ({error}) came while the engine kept its books, which may now be "
+                        "wrong; load_state_dict() a checkpoint together with the model, or close() and resume"
                     )
                 )
             self._waiting = False

@@ -1,0 +1,98 @@
+"""What an optimizer keeps besides torch's own state: the engine, its tables, and what it has warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsa.io.engine import Engine
+from dsa.io.window import Kind
+from dsa.optim.fingerprint import fingerprint
+from dsa.optim.row_sets import Key, Rows, TableDirectory, resolve
+
+_JUDGED_STEPS = 10
+_LEAST_SHARE = 0.9
+
+
+class Books:
+    """All of the optimizer's own state that changes (tools copy an optimizer's `__dict__`, and this stays one)."""
+
+    def __init__(self, engine: Engine, kernel: str, tables: TableDirectory) -> None:
+        self.engine = engine
+        self.kernel = kernel
+        self.tables = tables
+        self.announcer = Announcer(self)
+        self.gradient_s = 0.0
+        self.compile_s = 0.0
+        self.unchecked_weights = False  # a generation was loaded and no step has come since
+        self.warned_share = False
+        self.warned_parts = False
+
+    def use_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
+        self.tables = TableDirectory(pairs)
+
+    def fingerprints(self) -> list[int]:
+        return [fingerprint(table.parameter) for table in self.tables.tables]
+
+    def warn_parts(self, cache_bytes: int) -> None:
+        if not self.warned_parts:
+            self.warned_parts = True
+            warnings.warn(
+                f"a step touches more rows than the cache has frames and is done in parts, each waiting for the disk; "
+                f"cache={cache_bytes} bytes or more would avoid it",
+                stacklevel=5,
+            )
+
+    def compare_weights(self) -> None:
+        """Warn where the weights are not those that the loaded generation was saved with; once after each loading."""
+        self.unchecked_weights = False
+        for table in self.tables.tables:
+            stored = self.engine.fingerprint_of(table.number)
+            if stored is not None and stored != fingerprint(table.parameter):
+                warnings.warn(
+                    f"the weights of {table.name!r} are not those that the moments of generation "
+                    f"{self.engine.generation} in {self.engine.path} were saved with: model and optimizer come from "
+                    "different checkpoints; load both from the same one",
+                    stacklevel=5,
+                )
+
+    def judge_announcements(self) -> None:
+        """Warn, once, where announcements miss much of what steps touch."""
+        if self.warned_share:
+            return
+        steps, share = self.engine.announced_lately()
+        if steps >= _JUDGED_STEPS and share < _LEAST_SHARE:
+            self.warned_share = True
+            warnings.warn(
+                f"only {share:.0%} of the rows that steps touched had been announced: the rows function misses rows "
+                "(are negatives drawn in the model? then draw them in the loader's collate function, or use watch())",
+                stacklevel=5,
+            )
+
+
+class Announcer:
+    """What lookahead and hooks announce to."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
+        engine = self._books.engine
+        engine.check_open()
+        return engine.announce(Kind.AHEAD, resolve(rows, self._books.tables))
+
+    def hand_out(self, ticket: int) -> None:
+        self._books.engine.hand_out(ticket)
+
+    def end(self, ticket: int) -> None:
+        self._books.engine.end(ticket)
+
+    def announce_hook(self, table: int, rows: NDArray[np.int64]) -> None:
+        engine = self._books.engine
+        if not engine.closed:
+            engine.check_open()
+            engine.announce(Kind.HOOK, {table: rows})
