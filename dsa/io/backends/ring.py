@@ -16,6 +16,7 @@ import ctypes
 import errno
 import os
 import platform
+import re
 import struct
 import sys
 import weakref
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.io.backends.ringloop import FAULT_UNCANCELLABLE, NO_FAULTS, drain, move
+from dsa.io.backends.ringloop import FAULT_UNCANCELLABLE, NO_FAULTS, UNREGISTER_BUFFERS, drain, move
 
 READ, WRITE = 22, 23
 # The numbers of the system calls are the same on every architecture that is younger than io_uring, and on x86-64.
@@ -36,6 +37,9 @@ _SQES_OFFSET = 0x10000000
 _SYNC_CANCEL, _CANCEL_ANY = 24, 1 << 2
 _PARAMS_BYTES, _CANCEL_BYTES = 120, 64
 _PROT_READ_WRITE, _MAP_SHARED, _MADV_DONTFORK = 3, 1, 10
+_PAGE_BYTES, _FEW_REQUESTS = 4096, 64
+# Before, giving a registered buffer back waited for a grace period of the kernel, many milliseconds.
+_QUICK_TO_UNREGISTER = (6, 4)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -75,6 +79,11 @@ def _setup(entries: int, params: bytearray) -> int:
     block = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
     fd = int(_libc().syscall(ctypes.c_long(_SETUP), ctypes.c_long(entries), block))
     return fd if fd >= 0 else -ctypes.get_errno()
+
+
+def _kernel_version() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _why(number: int) -> str:
@@ -148,6 +157,7 @@ class Ring:
         except BaseException:
             self.close()
             raise
+        self._registers = _kernel_version() >= _QUICK_TO_UNREGISTER
         self._fd, self.depth, self.wake, self._timeout_ns = fd, depth, wake, int(timeout_s * 1e9)
         self._timespec = np.zeros(2, np.int64)
         self._argument = np.array([0, 0, self._timespec.ctypes.data], np.int64)
@@ -190,15 +200,22 @@ class Ring:
             raise OSError(errno.EBADF, "the io_uring is closed")
         if len(at) and (int(at.min()) < 0 or int((at + lengths).max()) > buffer.nbytes or int(lengths.min()) < 0):
             raise ValueError(f"an extent lies outside of its buffer of {buffer.nbytes} bytes")
-        report = np.zeros(6, np.int64)
+        report = np.zeros(7, np.int64)
+        # Registering pins all of the buffer: worth it where most of it is moved, by many requests.
+        pages = -(-buffer.nbytes // _PAGE_BYTES)
+        register = self._registers and alignment > 1 and len(at) >= _FEW_REQUESTS and pages <= 4 * len(at)
         depth = min(self.depth, len(self._sqes))
         ring = (self._fd, self._words, self._sqes, self._cqes, self._where, self._timespec, self._argument)
         job = (op, file_fd, buffer.ctypes.data, at, offsets, lengths, alignment)
-        move(*ring, *job, depth, self.wake, self._timeout_ns, self.faults, report)
-        status, request, number, flying, submitted, moved = (int(x) for x in report)
-        if flying and self._cancel(flying):
-            _kept_for_the_kernel.append(buffer)
-            self.close()
+        move(*ring, *job, depth, self.wake, self._timeout_ns, buffer.nbytes if register else 0, self.faults, report)
+        status, request, number, flying, submitted, moved, registered = (int(x) for x in report)
+        self._registers = self._registers and (not register or bool(registered))  # there may be a limit (ulimit -l)
+        if flying:
+            if self._cancel(flying):
+                _kept_for_the_kernel.append(buffer)
+                self.close()
+            elif registered:
+                _libc().syscall(*map(ctypes.c_long, (_REGISTER, self._fd, UNREGISTER_BUFFERS, 0, 0)))
         return Outcome(status, request, number, moved, submitted)
 
     def _cancel(self, flying: int) -> int:

@@ -6,10 +6,8 @@ that made the ring.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import carray, types
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
@@ -25,13 +23,16 @@ _NOP, _POLL_ADD, _POLLIN = 0, 6, 1
 _POLLED, _INJECTED, _REFUSED = 1 << 62, 1 << 61, 1 << 60
 _INJECTED_AT, _INJECTED_MASK = 32, (1 << 28) - 1
 
-_ENTER_CALL = 426  # the same number on x86-64 and on every architecture that is younger than io_uring
+# The same numbers on x86-64 and on every architecture that is younger than io_uring.
+_ENTER_CALL, _REGISTER_CALL = 426, 427
+REGISTER_BUFFERS, UNREGISTER_BUFFERS = 0, 1
+_TO_FIXED = 4 - 22  # READ and WRITE become READ_FIXED and WRITE_FIXED
 
 # How a transfer ended.
 WHOLE, FAILED, STALLED, BROKEN = range(4)
 # The columns of a ring's `where`, of a report, and of a fault.
 _SQ_HEAD, _SQ_TAIL, _CQ_HEAD, _CQ_TAIL, _SQ_MASK, _CQ_MASK = range(6)
-_STATUS, _REQUEST, _ERRNO, _FLYING, _SUBMITTED, _MOVED = range(6)
+_STATUS, _REQUEST, _ERRNO, _FLYING, _SUBMITTED, _MOVED, _REGISTERED = range(7)
 _KIND, _AT, _VALUE, _LEFT = range(4)
 
 # The test hook between ring and loop: rows of (kind, at, value, how many times), read and counted down by the loop.
@@ -44,11 +45,9 @@ FAULT_TAKE = 5  # a submit takes at most `value` entries
 FAULT_UNCANCELLABLE = 6  # what was withheld cannot be cancelled
 NO_FAULTS: NDArray[np.int64] = np.zeros((0, 4), np.int64)
 
-_carray: Any = carray
-_types: Any = types
-_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
-_errno_location: Any = types.ExternalFunction("__errno_location", _types.CPointer(types.int32)())
-_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+_errno_location = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 
 
 @kernel
@@ -72,7 +71,7 @@ def _enter(ring_fd: int, submit: int, wait_for: int, argument: NDArray[np.int64]
             submit, wait_for = faults[i, _VALUE], 0  # the kernel does not wait either after a partial submit
     taken = _syscall(_ENTER_CALL, ring_fd, submit, wait_for, 1 | 8, argument.ctypes.data, 24)  # GETEVENTS | EXT_ARG
     if taken < 0:
-        return -np.int64(_carray(_errno_location(), 1)[0])  # type: ignore[no-any-return]
+        return -np.int64(carray(_errno_location(), 1)[0])  # type: ignore[no-any-return]
     return taken  # type: ignore[no-any-return]
 
 
@@ -125,6 +124,7 @@ def move(
     depth: int,
     wake: int,
     timeout_ns: int,
+    register_bytes: int,
     faults: NDArray[np.int64],
     report: NDArray[np.int64],
 ) -> None:
@@ -133,6 +133,9 @@ def move(
     Two counts carry the loop: `queued` entries are in the submission queue and not yet taken by the kernel, `flying`
     ones are taken and not yet reaped. Their sum is at most `depth`, at most the queue's size, and the loop ends only
     when it is 0, or when the device stalls.
+
+    With `register_bytes`, that much memory from `base` on is registered for the time of the transfer: pinning it once
+    is cheaper than once a request. It stays registered where requests stay in flight.
     """
     n = len(offsets)
     moved = np.zeros(n, np.int64)
@@ -143,6 +146,11 @@ def move(
     sent, repeats, queued, flying = 0, 0, 0, 0
     status, failed, failed_errno, submitted = WHOLE, -1, 0, 0
     blocked = False
+    if register_bytes > 0:
+        vector = np.array([base, register_bytes], np.int64)
+        if _syscall(_REGISTER_CALL, ring_fd, REGISTER_BUFFERS, vector.ctypes.data, 1, 0, 0) == 0:
+            op += _TO_FIXED
+            report[_REGISTERED] = 1
     last = _monotonic_ns(clock)
     left = timeout_ns
     while True:
@@ -235,6 +243,8 @@ def move(
             break
 
     words[where[_SQ_TAIL]] = np.uint32((tail - queued) & 0xFFFFFFFF)
+    if report[_REGISTERED] and flying == 0:
+        _syscall(_REGISTER_CALL, ring_fd, UNREGISTER_BUFFERS, 0, 0, 0, 0)
     if status != WHOLE and failed < 0:
         failed = 0
         while failed < sent - 1 and moved[failed] >= lengths[failed]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray

@@ -28,7 +28,7 @@ from dsa.io.extents import Extents, check_placement
 # A segment is one request; only longer writes are cut.
 _MOST_WRITE_BYTES = 8 * MIB
 # One system call submits and collects so many requests: the device is kept busy by those that stay in flight.
-_WAKE_SHARE = 4
+_WAKE_SHARE = 2
 
 
 class UringBackend(LocalFiles):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -169,6 +170,52 @@ async def test_ten_times_more_extents_than_the_queue_holds(
     with _open(backend, path, direct=True) as file:
         await backend.read(file, extents, buffer)
     assert (buffer == content).all()
+
+
+def _pieces(length: int) -> Extents:
+    """All of the file, in pieces: many requests, so that their memory is registered with the kernel."""
+    at = np.arange(0, BLOCKS * BLOCK, length, dtype=np.int64)
+    return Extents(at, np.full(len(at), length, np.int64), at)
+
+
+async def test_memory_of_many_direct_requests_is_registered(
+    make: Make, path: Path, content: NDArray[np.uint8], gate: int
+) -> None:
+    backend = make(
+        (ringloop.FAULT_ERROR, 7 * BLOCK, errno.EIO, 1),
+        (ringloop.FAULT_STALL, 9 * BLOCK, gate, 1),
+        stall_timeout_s=0.05,
+    )
+    extents = _pieces(512)
+    with _open(backend, path, direct=True) as file:
+        if file.alignment != 512 or not backend.rings[0]._registers:
+            pytest.skip("no direct I/O by 512 bytes, or a kernel before 6.4")
+        for number in (errno.EIO, errno.ETIMEDOUT):  # the registration must end with either
+            with pytest.raises(DeviceError) as caught:
+                await backend.read(file, extents, _filled(extents))
+            assert caught.value.errno == number
+        for _ in range(3):
+            buffer = _filled(extents)
+            await backend.read(file, extents, buffer)
+            assert (buffer == content).all()
+        assert backend.rings[0]._registers
+
+
+async def test_memory_that_cannot_be_registered_is_used_all_the_same(
+    make: Make, path: Path, content: NDArray[np.uint8], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uring, "_MOST_WRITE_BYTES", BLOCK)
+    backend = make()
+    with _open(backend, tmp_path / "new", create=True, direct=True) as file:
+        await backend.write(file, 0, _mapped(path))
+    assert not backend.rings[1]._registers or file.alignment == 1
+    assert _bytes(tmp_path / "new") == content.tobytes()
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    """The file's bytes as memory that nobody may write to, the kernel included."""
+    with open(path, "rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 @pytest.mark.parametrize("record_bytes", [1, 7, 100, 1000, 1024, 1025, 5000])
