@@ -187,7 +187,7 @@ def ascending(rows: NDArray[np.int64], n_rows: int) -> bool:
         if row <= previous:
             return False
         previous = row
-    return previous < n_rows
+    return bool(previous < n_rows)
 
 
 @kernel
