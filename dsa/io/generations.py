@@ -95,6 +95,7 @@ class Generations:
         self.manifest = manifest
         self.current: int | None = None
         self._failure: BaseException | None = None
+        self._unsaved = False
         self._segments: dict[str, NDArray[np.bool_]] = {}  # by index file
 
     @classmethod
@@ -201,11 +202,18 @@ class Generations:
         self.current = self._generation(number).number
 
     def hand_out(self, number: int) -> None:
-        """Count the generation toward `keep_generations`: the user has its number. On disk with the next commit."""
-        manifest = self._present()
-        marked = replace(self._generation(number), counted=True)
-        kept = tuple(marked if g.number == number else g for g in manifest.generations)
-        self.manifest = replace(manifest, generations=kept)
+        """Count the generation toward `keep_generations`: the user has its number. On disk from the next commit,
+        release or `settle` on.
+
+        Raises:
+            MismatchError: it is not there.
+        """
+        manifest, found = self._present(), self._generation(number)
+        if found.counted:
+            return
+        marked = replace(found, counted=True)
+        self.manifest = replace(manifest, generations=tuple(marked if g is found else g for g in manifest.generations))
+        self._unsaved = True
 
     def _present(self) -> Manifest:
         if self.manifest is None:
@@ -324,6 +332,16 @@ class Generations:
         check = await indexfile.write(self.backend, path, header, image.segments, image.slots, image.checks)
         return TableState(name, image.step, file, check, image.live_rows, n_segments, image.fingerprint)
 
+    async def settle(self) -> None:
+        """Write down what was handed out since the manifest was written; no I/O where nothing was.
+
+        Raises:
+            DeviceError: the manifest could not be replaced.
+        """
+        if self._unsaved:
+            with self._writing("settle"):
+                await self._publish(self._present())
+
     async def release(self, number: int) -> None:
         """Give a generation up: what only it refers to is free when this returns.
 
@@ -357,6 +375,7 @@ class Generations:
         await self.backend.replace(self.directory.new_manifest_path, self.directory.manifest_path)
         await self.backend.sync_directory(self.directory.path)
         self.manifest = manifest
+        self._unsaved = False
 
     async def _sweep(self) -> None:
         """Remove the index files that nothing refers to, those of a commit cut short included."""

@@ -28,7 +28,7 @@ class PlainBackend(Backend):
     def happened(self, operation: str, path: Path, other: Path | None = None) -> None:
         """After each part of one."""
 
-    def open(self, path: Path, *, create: bool = False, writable: bool = True) -> File:
+    def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT | os.O_TRUNC if create else 0)
         try:
             file = File(path, os.open(path, flags, 0o666), writable=writable)

@@ -189,6 +189,8 @@ def test_workers_of_every_start_method_meet_the_lock_and_leave_it(locked, method
     worker.join(WAIT_S)
     assert worker.exitcode == 0
     assert locked.locked
+    if method != "fork":  # the others share nothing with this process; each costs a start of the interpreter
+        return
     locked.unlock()
     worker = context.Process(target=_try, args=(str(locked.path), answers))
     worker.start()

@@ -236,6 +236,22 @@ async def test_an_uncounted_generation_whose_number_was_handed_out_counts(world)
     assert [g.counted for g in world.generations.manifest.generations] == [True, True]
 
 
+async def test_what_was_handed_out_is_written_down_at_the_end(world):
+    before = world.directory.manifest_path.read_bytes()
+    await world.generations.settle()
+    world.generations.hand_out(0)
+    assert world.directory.manifest_path.read_bytes() == before  # no I/O for a number that is there already
+    await world.generations.settle()
+    after = world.directory.manifest_path.read_bytes()
+    world.generations.hand_out(0)
+    await world.generations.settle()
+    assert world.directory.manifest_path.read_bytes() == after
+    await world.reopen()
+    assert [g.counted for g in world.generations.manifest.generations] == [True]
+    with pytest.raises(MismatchError, match="generation 3 is not there"):
+        world.generations.hand_out(3)
+
+
 async def test_retained_segments_follow_the_manifest_not_the_running_state(world):
     await world.step("a", 0, 1)
     await world.commit(keep=1)
@@ -339,7 +355,7 @@ async def live_through(path, history) -> None:
 async def test_a_damaged_index_spoils_its_generation_only_and_protects_its_segments(world, caplog):
     await world.step("a", 0, 1)
     await world.commit()
-    await world.step("a", 0)
+    await world.step("a", 0, 1)  # so only generation 1 refers to segment 0
     await world.commit()
     broken = world.directory.file("index/000001-000-a.idx")
     data = bytearray(broken.read_bytes())

@@ -22,7 +22,7 @@ OTHER = "00000000-1234-5678-1234-567812345678"
 class AlignedBackend(PlainBackend):
     """Refuses what a file that is read past the page cache would refuse; counts what is read into small buffers."""
 
-    def open(self, path, *, create=False, writable=True):
+    def open(self, path, *, create=False, writable=True, direct=False):
         file = super().open(path, create=create, writable=writable)
         file.alignment = 4096
         return file
