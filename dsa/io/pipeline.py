@@ -210,14 +210,14 @@ class Pipeline:
     def open_log(self, table: Table, entry: TableEntry, uuid: str) -> None:
         """Open the table's log."""
         path = self.directory.file(entry.file)
-        table.file = self.backend.open(path)
+        table.file = self.backend.open(path, direct=True)
         size = path.stat().st_size
         table.file_segments = size // table.layout.segment_bytes
         table.identity = table_identity(uuid, table.name)
 
     def create_log(self, table: Table, entry: TableEntry, uuid: str) -> None:
         """Make the log of a table that no generation has yet; a leftover of that name is emptied."""
-        table.file = self.backend.open(self.directory.file(entry.file), create=True)
+        table.file = self.backend.open(self.directory.file(entry.file), create=True, direct=True)
         table.file_segments = 0
         table.identity = table_identity(uuid, table.name)
 
@@ -266,11 +266,10 @@ class Pipeline:
                 for table, entry, fingerprint in zip(self.books.tables, entries, fingerprints, strict=True)
             ]
             number = await generations.commit(images, counted=counted, keep=self.keep_generations)
-            with self.access as books:
-                for table in books.tables:
-                    table.segments.changed = False
-                    table.in_generation = True
-                    books.retain(table, generations.retained_segments(table.name))
+            for table in self.books.tables:
+                table.segments.changed = False
+                table.in_generation = True
+            await self._retain(generations)
             return number
 
     async def release(self, number: int) -> None:
@@ -278,9 +277,15 @@ class Pipeline:
         generations = self._generations()
         async with self._writebehind.turn:
             await generations.release(number)
-            with self.access as books:
-                for table in books.tables:
-                    books.retain(table, generations.retained_segments(table.name))
+            await self._retain(generations)
+
+    async def _retain(self, generations: Generations) -> None:
+        """The manifest has changed, durably: free what no generation refers to any more, and give back the surplus."""
+        with self.access as books:
+            for table in books.tables:
+                books.retain(table, generations.retained_segments(table.name))
+        for table in self.books.tables:
+            await self.log.give_back(table)
 
     def _generations(self) -> Generations:
         if self.generations is None:

@@ -64,6 +64,7 @@ class RowLog:
         self._buffers = Buffers(self.config.read_chunk_bytes + 2 * self.config.merge_gap_bytes)
         self._segment_buffers = Buffers(PAGE_BYTES)
         self._growing = asyncio.Lock()
+        self.punches = True  # until the file system says that it cannot
 
     async def fill(self, job: FillJob) -> None:
         """Bring the job's records into their frames, each one checked.
@@ -157,6 +158,29 @@ class RowLog:
                 n_segments = len(table.segments)
                 await self.backend.truncate(table.file, n_segments * table.layout.segment_bytes)
                 table.file_segments = n_segments
+
+    async def give_back(self, table: Table) -> None:
+        """Give the space of free segments beyond a reserve back to the file system: at the log's end, then as holes."""
+        if not self.punches:
+            return
+        size = table.layout.segment_bytes
+        async with self._growing:
+            with self.lock:
+                keep = table.segments.cut()
+            if keep < table.file_segments:
+                table.file_segments = keep
+                await self.backend.truncate(table.file, keep * size)
+        with self.lock:
+            chosen = table.segments.begin_punch()
+        done: list[int] = []
+        for segment in chosen:
+            self.punches = await self.backend.punch(table.file, segment * size, size)
+            if not self.punches:
+                break
+            done.append(segment)
+        with self.lock:
+            table.segments.end_punch(done, punched=True)
+            table.segments.end_punch(chosen[len(done) :], punched=False)
 
     async def clean(self, job: CleanJob) -> None:
         """Move the live records of the job's victims into one segment; the index follows where it has not moved on."""

@@ -19,7 +19,9 @@ from dsa.io.layout import SegmentLayout
 NEVER_WRITTEN = -1
 CLEANING_RESERVE = 2  # segments that only cleaning may take
 
-FREE, OPEN, FULL, CLEANING, LIMBO = range(5)
+FREE, OPEN, FULL, CLEANING, LIMBO, PUNCHING = range(6)
+FAR_SEGMENTS = 2
+SURPLUS_RESERVE = 4  # free segments that are kept as they are, to be written again
 
 Slots = NDArray[Any]  # int32 or int64 [n_rows]
 Checks = NDArray[np.uint32]
@@ -111,6 +113,7 @@ class Segments:
         self.live = np.zeros(0, np.int32)
         self.used = np.zeros(0, np.int32)  # records that were written to the segment; -1: not known
         self.retained = np.zeros(0, np.bool_)  # some generation refers to it
+        self.hole = np.zeros(0, np.bool_)  # its space was given back to the file system
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # (ticket that reads must have reached, segment)
 
@@ -138,6 +141,7 @@ class Segments:
             self._grow_to(segment + 1)
         self.state[segment] = OPEN
         self.used[segment] = 0
+        self.hole[segment] = False
         return segment
 
     def _grow_to(self, n_segments: int) -> None:
@@ -146,6 +150,7 @@ class Segments:
         self.live = np.concatenate([self.live, np.zeros(extra, np.int32)])
         self.used = np.concatenate([self.used, np.full(extra, -1, np.int32)])
         self.retained = np.concatenate([self.retained, np.zeros(extra, np.bool_)])
+        self.hole = np.concatenate([self.hole, np.zeros(extra, np.bool_)])
 
     def written(
         self, segment: int, rows: NDArray[np.int64], checks: Checks, ticket: int, expected: NDArray[np.int64] | None
@@ -213,9 +218,17 @@ class Segments:
         retained_only = int(np.count_nonzero(self.retained))
         return 2 * live_bytes // self.layout.segment_bytes + spare + retained_only
 
+    def _solid(self) -> int:
+        """Segments that take space."""
+        return len(self) - int(np.count_nonzero(self.hole))
+
     def wants_cleaning(self) -> bool:
-        """Whether the log is over its limit and has few free segments left."""
-        return len(self._free) <= CLEANING_RESERVE and len(self) >= self.limit_segments()
+        """Whether the log is at its limit and has few free segments left."""
+        return len(self._free) <= CLEANING_RESERVE and self._solid() >= self.limit_segments()
+
+    def far_over_limit(self) -> bool:
+        """Whether the log has grown past its limit by some segments: cleaning does not keep up."""
+        return self._solid() > self.limit_segments() + FAR_SEGMENTS
 
     def choose_victims(self) -> list[int]:
         """Segments whose live records together fit one segment, fewest live first; they are being cleaned from now on.
@@ -256,6 +269,7 @@ class Segments:
         self.live = np.zeros(0, np.int32)
         self.used = np.zeros(0, np.int32)
         self.retained = np.zeros(0, np.bool_)
+        self.hole = np.zeros(0, np.bool_)
         self._free, self._limbo = [], []
         self._grow_to(n_segments)
         total = int(_count_live(self.slots, self.layout.slots, self.live))
@@ -280,15 +294,41 @@ class Segments:
         for segment in np.flatnonzero(self.state == FULL):
             self._give_up(int(segment), ticket)
 
-    def trailing_free(self) -> int:
-        """How many segments at the end of the log are free."""
-        busy = np.flatnonzero(self.state != FREE)
-        return len(self) - (int(busy[-1]) + 1 if len(busy) else 0)
+    # Giving space back.
 
-    def shrink(self, count: int) -> None:
-        """Drop so many free segments from the end of the log."""
-        keep = len(self) - count
-        self.state, self.live = self.state[:keep], self.live[:keep]
-        self.used, self.retained = self.used[:keep], self.retained[:keep]
-        self._free = [segment for segment in self._free if segment < keep]
+    def _surplus(self) -> int:
+        """Free segments, not holes yet, beyond the log's limit and the reserve."""
+        solid = self._solid()
+        spare = sum(not self.hole[segment] for segment in self._free) - SURPLUS_RESERVE
+        return max(0, min(spare, solid - self.limit_segments()))
+
+    def cut(self) -> int:
+        """Drop surplus free segments from the end of the log; how many segments are left."""
+        surplus = self._surplus()
+        keep = len(self)
+        while keep and surplus and self.state[keep - 1] == FREE:
+            keep -= 1
+            surplus -= not self.hole[keep]
+        if keep < len(self):
+            self.state, self.live, self.used = self.state[:keep], self.live[:keep], self.used[:keep]
+            self.retained, self.hole = self.retained[:keep], self.hole[:keep]
+            self._free = [segment for segment in self._free if segment < keep]
+            heapq.heapify(self._free)
+        return keep
+
+    def begin_punch(self) -> list[int]:
+        """Surplus free segments whose space is to be given back; nobody can take them until `end_punch`."""
+        surplus = self._surplus()
+        chosen = sorted((segment for segment in self._free if not self.hole[segment]), reverse=True)[:surplus]
+        self._free = [segment for segment in self._free if segment not in set(chosen)]
         heapq.heapify(self._free)
+        for segment in chosen:
+            self.state[segment] = PUNCHING
+        return chosen
+
+    def end_punch(self, segments: list[int], *, punched: bool) -> None:
+        """The segments are free again; with `punched` they are holes, which cost no space until they are written."""
+        for segment in segments:
+            self.state[segment] = FREE
+            self.hole[segment] = punched
+            heapq.heappush(self._free, segment)

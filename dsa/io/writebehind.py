@@ -11,8 +11,9 @@ from dsa.io.rowlog import RowLog
 
 WRITES_IN_FLIGHT = 2
 """Segments under way at once: one is filled from frames while the other is with the device."""
-CLEANINGS_PER_SEGMENT = 4
-"""So many cleanings at most before a segment is written: the log grows rather than waits."""
+
+EXTRA_CLEANINGS = 3
+"""So many more, at most, for each segment written to a log that is well over its limit."""
 
 
 class WriteBehind:
@@ -68,8 +69,14 @@ class WriteBehind:
                 job = books.next_write(self._dirty_share)
             if job is None:
                 return
-            await self._clean(job.table)
             self._running.add(asyncio.create_task(self._write(job)))
+            # One cleaning for each segment, beside its write: it frees at least the segment that the write took. Only
+            # a log well over its limit (segments written half full) is given more.
+            await self._clean(job.table)
+            for _ in range(EXTRA_CLEANINGS):
+                if not job.table.segments.far_over_limit():
+                    break
+                await self._clean(job.table)
 
     async def _land(self, most: int) -> None:
         """Wait until at most so many writes are under way.
@@ -91,9 +98,7 @@ class WriteBehind:
             self._latch(error)
 
     async def _clean(self, table: Table) -> None:
-        for _ in range(CLEANINGS_PER_SEGMENT):
-            with self._access as books:
-                job = books.next_clean(table)
-            if job is None:
-                return
+        with self._access as books:
+            job = books.next_clean(table)
+        if job is not None:
             await self._log.clean(job)
