@@ -24,9 +24,12 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """One parameter's hyperparameters for one step; `step` counts this one (1 for the first)."""
+    """One parameter's hyperparameters for one step; `step` counts this one (1 for the first).
 
-    lr: float
+    `lr` may be a tensor of one element: its bias is then corrected in its own precision, as torch does.
+    """
+
+    lr: float | Tensor
     beta1: float
     beta2: float
     eps: float
@@ -37,7 +40,7 @@ class Hyperparameters:
         """The learning rate with both bias corrections, in torch's order of operations."""
         bias_correction1 = 1 - self.beta1**self.step
         bias_correction2 = 1 - self.beta2**self.step
-        return self.lr * math.sqrt(bias_correction2) / bias_correction1
+        return float(self.lr * math.sqrt(bias_correction2) / bias_correction1)
 
 
 class Kernel(Protocol):

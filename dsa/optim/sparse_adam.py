@@ -177,7 +177,7 @@ class DiskSparseAdam(Optimizer):
             group, gradient = work[number]
             param = books.tables.tables[number].parameter
             hyper = kernels.Hyperparameters(
-                lr=parameters.number(group["lr"]),
+                lr=group["lr"],
                 beta1=parameters.number(group["betas"][0]),
                 beta2=parameters.number(group["betas"][1]),
                 eps=parameters.number(group["eps"]),
