@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from dsa.errors import ConfigError
 
 KIB = 1024
 MIB = 1024 * KIB
+PROBE_FORMAT = "dsa-probe"
+PROBE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """What a probe of a device says that DSA should use there; the knobs have the names and units of `IOConfig`."""
+
+    backend: str
+    direct: bool
+    queue_depth: int
+    merge_gap_bytes: int
+    max_request_bytes: int
+    segment_bytes: int | None
+
+
+class Probe(Protocol):
+    """A probe of a device, such as `dsa.io.probe.DeviceProbe`."""
+
+    @property
+    def choice(self) -> DeviceChoice:
+        """What it recommends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +52,14 @@ class IOConfig:
         dirty_share: write-behind starts when dirty frames are more than this share of the cache.
         uvloop: run the event loop on uvloop where it is installed.
         stall_timeout_s: a device that answers nothing for so long is an error.
+        probe: a probe of the device, or the file in which `dsa probe --json` saved one: queue_depth, merge_gap_bytes,
+            max_request_bytes and segment_bytes come from it where they are not given.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or the probe's file cannot be read.
     """
+
+    _given: ClassVar[frozenset[str]]
 
     queue_depth: int = 64
     segment_bytes: int | None = None
@@ -44,8 +72,40 @@ class IOConfig:
     dirty_share: float = 0.25
     uvloop: bool = True
     stall_timeout_s: float = 60.0
+    probe: str | Path | Probe | None = None
+
+    def __new__(cls, **given: Any) -> IOConfig:
+        """Note which knobs are given: what a probe says must not replace those, even where they are the defaults."""
+        config = super().__new__(cls)
+        object.__setattr__(config, "_given", frozenset(given))
+        return config
 
     def __post_init__(self) -> None:
+        source = self._take_from_probe()
+        self._check(source)
+
+    def _take_from_probe(self) -> dict[str, str]:
+        """Set the knobs that were not given; which of them came from where."""
+        if self.probe is None:
+            return {}
+        if isinstance(self.probe, (str, Path)):
+            knobs, place = _read_choice(Path(self.probe)), str(self.probe)
+        else:
+            choice = getattr(self.probe, "choice", None)
+            if not isinstance(choice, DeviceChoice):
+                raise ConfigError(
+                    "IOConfig.probe must be the path of a file that `dsa probe --json` wrote, or a DeviceProbe, got "
+                    f"{self.probe!r}"
+                )
+            knobs, place = {name: getattr(choice, name) for name in _PROBED_KNOBS}, "the probe"
+        source = {}
+        for name, value in knobs.items():
+            if name not in self._given:
+                object.__setattr__(self, name, value)
+                source[name] = f" (from {place})"
+        return source
+
+    def _check(self, source: dict[str, str]) -> None:
         limits: dict[str, tuple[float, float]] = {
             "queue_depth": (1, 4096),
             "segment_bytes": (8 * KIB, 64 * MIB),
@@ -67,8 +127,36 @@ class IOConfig:
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             if not number or not low <= value <= high:
                 kind = "a whole number" if whole else "a number"
-                raise ConfigError(f"IOConfig.{field.name} must be {kind} from {low:g} to {high:g}, got {value!r}")
-        if self.segment_bytes is not None and self.segment_bytes % 4096:
-            raise ConfigError(f"IOConfig.segment_bytes must be a multiple of 4096, got {self.segment_bytes}")
-        if self.max_request_bytes % 4096:
-            raise ConfigError(f"IOConfig.max_request_bytes must be a multiple of 4096, got {self.max_request_bytes}")
+                came = source.get(field.name, "")
+                raise ConfigError(f"IOConfig.{field.name} must be {kind} from {low:g} to {high:g}, got {value!r}{came}")
+        for name in ("segment_bytes", "max_request_bytes"):
+            value = getattr(self, name)
+            if value is not None and value % 4096:
+                came = source.get(name, "")
+                raise ConfigError(f"IOConfig.{name} must be a multiple of 4096, got {value}{came}")
+
+
+_PROBED_KNOBS = ("queue_depth", "merge_gap_bytes", "max_request_bytes", "segment_bytes")
+
+
+def _read_choice(path: Path) -> dict[str, Any]:
+    """The knobs that a saved probe recommends."""
+    again = f"write it anew with: dsa probe DIRECTORY --json > {path}"
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"IOConfig.probe: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"IOConfig.probe: {path} is not JSON ({error}); {again}") from error
+    if not isinstance(found, dict) or found.get("format") != PROBE_FORMAT:
+        raise ConfigError(f"IOConfig.probe: {path} is not a saved probe; {again}")
+    if found.get("version") != PROBE_VERSION:
+        raise ConfigError(
+            f"IOConfig.probe: {path} has version {found.get('version')!r}, this program reads {PROBE_VERSION}; {again}"
+        )
+    choice = found.get("choice")
+    choice = choice if isinstance(choice, dict) else {}
+    lacking = [name for name in _PROBED_KNOBS if name not in choice]
+    if lacking:
+        raise ConfigError(f"IOConfig.probe: {path} lacks choice.{', choice.'.join(lacking)}; {again}")
+    return {name: choice[name] for name in _PROBED_KNOBS}

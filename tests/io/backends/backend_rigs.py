@@ -23,6 +23,8 @@ import pytest
 from dsa.config import IOConfig
 from dsa.io.backends.aio import AiofilesBackend
 from dsa.io.backends.base import Backend
+from dsa.io.backends.device_models import NVME
+from dsa.io.backends.emulated import EmulatedBackend
 from dsa.io.backends.ring import Outcome, Ring
 from dsa.io.backends.ringloop import FAULT_ERROR, FAULT_SHORT, FAULT_STALL
 from dsa.io.backends.threads import SystemCalls, ThreadsBackend
@@ -89,6 +91,7 @@ class Faults:
 class Rig:
     name: str
     make: Callable[[IOConfig, Faults], Backend]
+    opened_as: str = ""  # where another backend moves its bytes: the name of that one
 
     def __str__(self) -> str:
         return self.name
@@ -144,9 +147,7 @@ def _uring(config: IOConfig, faults: Faults) -> Backend:
     return backend
 
 
-def _through_the_hook(
-    faults: Faults, what: str, ring: Ring, transfer: Callable[..., Outcome], *job: Any
-) -> Outcome:
+def _through_the_hook(faults: Faults, what: str, ring: Ring, transfer: Callable[..., Outcome], *job: Any) -> Outcome:
     """Put the faults of the moment into the ring's test hook for one transfer, and count what came of them."""
     always = 1 << 40
     held = os.eventfd(0)
@@ -184,6 +185,10 @@ def _through_the_hook(
     return outcome
 
 
+def _emulated(config: IOConfig, faults: Faults) -> Backend:
+    return EmulatedBackend(_threads(config, faults), NVME)
+
+
 def why_no_uring() -> str:
     """Why io_uring cannot be used here; empty where it can."""
     try:
@@ -196,6 +201,7 @@ def why_no_uring() -> str:
 RIGS = [
     Rig("threads", _threads),
     Rig("aiofiles", _aiofiles),
+    Rig("emulated", _emulated, "threads"),
     pytest.param(
         Rig("uring", _uring), marks=pytest.mark.skipif(bool(why_no_uring()), reason=why_no_uring() or "it works")
     ),

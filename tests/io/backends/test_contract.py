@@ -340,7 +340,10 @@ asyncio.run(main())
 def test_the_limit_of_the_file_size_is_an_error_with_its_place(rig: Rig, tmp_path: Path) -> None:
     path = tmp_path / "limited"
     done = subprocess.run(
-        [sys.executable, "-c", FILE_SIZE_LIMIT, rig.name, str(path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", FILE_SIZE_LIMIT, rig.opened_as or rig.name, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.stderr == ""
     assert done.stdout.split("\n")[:2] == [f"{errno.EFBIG} 8192 {10_100 - 8192}", f"{errno.EFBIG} 8192 308"]
@@ -391,9 +394,7 @@ async def test_reads_syncs_and_names_do_not_wait_for_writes(
     await writing
 
 
-async def test_several_reads_of_a_file_are_in_flight_together(
-    backend: Backend, file: File, faults: Faults
-) -> None:
+async def test_several_reads_of_a_file_are_in_flight_together(backend: Backend, file: File, faults: Faults) -> None:
     faults.gates["read"].clear()
     read = backend.read(file, Extents(np.arange(8) * 10, np.full(8, 10), np.arange(8) * 10), np.zeros(80, np.uint8))
     reading = asyncio.ensure_future(read)
@@ -590,9 +591,7 @@ async def test_counters_count_what_was_asked(backend: Backend, file: File, tmp_p
     assert (counters.write_requests, counters.write_bytes, counters.syncs) == (4, 630, 1)
 
 
-async def test_shut_down_ends_every_thread_and_what_was_submitted(
-    rig: Rig, faults: Faults, tmp_path: Path
-) -> None:
+async def test_shut_down_ends_every_thread_and_what_was_submitted(rig: Rig, faults: Faults, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     backend = rig.make(IOConfig(), faults)
     started = set(threading.enumerate()) - before
