@@ -398,7 +398,9 @@ class Bookkeeping:
             self._let_go(batch)
 
     def reset(self) -> None:
-        """Forget what is in frames; nothing may be in flight."""
+        """Forget announcements and what is in frames; nothing may be in flight."""
+        self.forget_window()  # any thread may have announced since the window was forgotten last
+        self.step = None
         for arena in self.arenas:
             arena.reset()
 

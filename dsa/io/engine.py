@@ -111,7 +111,10 @@ class Engine:
         manifest = generations.manifest if generations is not None else None
         segment_bytes = self._pipeline.config.segment_bytes
         self._entries = entries_for(self._specs, manifest, segment_bytes, self.cache_bytes)
-        books.tables, books.arenas = lay_out(self._specs, self._entries, self.cache_bytes, books.tables)
+        tables, arenas = lay_out(self._specs, self._entries, self.cache_bytes, books.tables)
+        with self._pipeline.access:
+            books.forget_window()  # what was announced since the books were frozen is known to the old arenas only
+            books.tables, books.arenas = tables, arenas
 
     def _adopt(self, number: int) -> None:
         """Make a generation the present state."""
