@@ -75,15 +75,15 @@ def main(
     model: Annotated[ModelName, typer.Option(help="PyTorch Geometric's model.")] = ModelName.transe,
     dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Triples a step.")] = 1000,
-    epochs: Annotated[int, typer.Option(min=1)] = 10,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.01,
+    epochs: Annotated[int, typer.Option(min=1)] = 15,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.001,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     negatives: Annotated[
         Negatives, typer.Option(help="Drawn in the loader and carried in the batch, or drawn inside the model.")
     ] = Negatives.batch,
     cache: Annotated[str, typer.Option(help="RAM for the state's cache: bytes, 4MiB, 2GiB or auto.")] = "4MiB",
     lookahead: Annotated[int, typer.Option(min=0, help="Batches whose rows are announced ahead of time.")] = 4,
-    backend: Annotated[str, typer.Option(help="How to reach the disk: auto, threads, aiofiles.")] = "auto",
+    backend: Annotated[str, typer.Option(help="How to reach the disk: auto, uring, threads, aiofiles.")] = "auto",
     kernel: Annotated[str, typer.Option(help="How to compute the update: auto, exact, fast, reference.")] = "auto",
     state_dir: Annotated[
         Path | None, typer.Option(help="Where the state goes; by default a temporary directory (TMPDIR chooses where).")
