@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -30,9 +30,7 @@ def _prefetch(typing_context: Any, address: Any) -> Any:
     def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
-        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module, kind, "llvm.prefetch.p0"
-        )
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         pointer = builder.inttoptr(arguments[0], cgutils.voidptr_t)
         builder.call(function, [pointer, number(1), number(3), number(1)])
         return context.get_dummy_value()
@@ -40,7 +38,7 @@ def _prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), make
 
 
-carray: Any = numba.carray  # type: ignore[attr-defined]
+carray: Any = numba.carray
 at_address: Any = intrinsic(_at_address)  # (int64) -> the pointer with this address
 claim: Any = intrinsic(_claim)  # (address of an int64) -> its value, raised by one in the same instant
 prefetch: Any = intrinsic(_prefetch)  # (address) -> have its line brought near, for writing; it need not be valid

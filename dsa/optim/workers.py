@@ -39,12 +39,12 @@ def region(function: Callable[[int], None]) -> Callable[[int], None]:
     """Compile a region now; the result has an `address`. Cached on disk where that is possible."""
     signature = types.void(types.int64)
     try:
-        return numba.cfunc(signature, cache=True)(function)
+        return numba.cfunc(signature, cache=True)(function)  # type: ignore[no-any-return]
     except RuntimeError as error:
         _log.info("a compiled region is not cached: %s", error)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumbaWarning)
-            return numba.cfunc(signature)(function)
+            return numba.cfunc(signature)(function)  # type: ignore[no-any-return]
 
 
 def threads_for(elements: int) -> int:
