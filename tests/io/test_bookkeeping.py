@@ -1,0 +1,351 @@
+"""The bookkeeping by itself: moves in any order against a simulated disk, and single decisions by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from bookkeeping_walk import Walk, expect
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from dsa.io.bookkeeping import MOST_HOOK_ANNOUNCEMENTS
+from dsa.io.window import Kind
+
+ROWS = (9, 5, 4)
+some_rows = st.fixed_dictionaries(
+    {}, optional={table: st.lists(st.integers(0, n - 1), min_size=1, max_size=6) for table, n in enumerate(ROWS)}
+)
+which = st.integers(0, 30)
+
+
+class Moves(RuleBasedStateMachine):
+    """Each rule is a move of the training thread, of the loop, or of the device; `Walk.check` runs after each."""
+
+    world: Walk
+
+    @initialize(
+        eager=st.booleans(),
+        held=st.sampled_from([None, 0, 1, 3]),
+        share=st.sampled_from([0.0, 0.25, 1.0]),
+        frames=st.sampled_from([(6, 3), (2, 1), (14, 4)]),
+    )
+    def make(self, eager: bool, held: int | None, share: float, frames: tuple[int, int]) -> None:
+        self.world = Walk(ROWS, frames, held_batches=held, dirty_share=share)
+        if eager:
+            self.world.clean_eagerly()
+
+    @rule(kind=st.sampled_from([Kind.ANNOUNCED, Kind.AHEAD, Kind.HOOK]), rows=some_rows)
+    def announce(self, kind: Kind, rows: dict[int, list[int]]) -> None:
+        self.world.announce(kind, rows)
+
+    @precondition(lambda self: self.world.tickets)
+    @rule(n=which)
+    def hand_out(self, n: int) -> None:
+        self.world.hand_out(self.world.tickets[n % len(self.world.tickets)])
+
+    @precondition(lambda self: self.world.tickets)
+    @rule(n=which)
+    def end(self, n: int) -> None:
+        self.world.end(self.world.tickets[n % len(self.world.tickets)])
+
+    @precondition(lambda self: self.world.books.step is None and not self.world.books.draining)
+    @rule(rows=some_rows, lasting=st.booleans())
+    def begin(self, rows: dict[int, list[int]], lasting: bool) -> None:
+        self.world.begin(rows, lasting=lasting)
+
+    @precondition(lambda self: self.world.books.step is not None)
+    @rule(moves=st.integers(1, 6))
+    def work(self, moves: int) -> None:
+        for _ in range(moves):
+            self.world.work()
+
+    @precondition(lambda self: self.world.books.step is not None)
+    @rule()
+    def interrupt(self) -> None:
+        self.world.interrupt()
+
+    @rule()
+    def next_fill(self) -> None:
+        self.world.next_fill()
+
+    @precondition(lambda self: self.world.fills)
+    @rule(n=which)
+    def fill_ends(self, n: int) -> None:
+        self.world.fill_ends(n)
+
+    @rule()
+    def next_write(self) -> None:
+        self.world.next_write()
+
+    @precondition(lambda self: self.world.writes)
+    @rule(n=which, moves=st.integers(1, 3))
+    def write_moves(self, n: int, moves: int) -> None:
+        for _ in range(moves):
+            self.world.write_moves(n)
+
+    @rule(table=st.integers(0, len(ROWS) - 1))
+    def next_clean(self, table: int) -> None:
+        self.world.next_clean(table)
+
+    @precondition(lambda self: self.world.cleanings)
+    @rule(n=which, moves=st.integers(1, 3))
+    def clean_moves(self, n: int, moves: int) -> None:
+        for _ in range(moves):
+            self.world.clean_moves(n)
+
+    @rule(most=st.integers(0, 2))
+    def keep_generation(self, most: int) -> None:
+        self.world.keep_generation(most)
+
+    @precondition(lambda self: self.world.books.step is None)
+    @rule(draining=st.booleans())
+    def drain(self, draining: bool) -> None:
+        self.world.books.draining = draining
+
+    def teardown(self) -> None:
+        """Whatever came before: let go on, and everything comes to rest, written and unpinned."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.books.draining = False
+        world.settle()
+        for batch in list(world.window.in_order()):
+            world.end(batch.sequence)
+        world.books.draining = True
+        world.settle()
+        expect(world.books.dirty_frames() == 0, "frames are dirty after a drain")
+        expect(not any(arena.pinned for arena in world.books.arenas), "pinned frames are left")
+
+
+TestMoves = Moves.TestCase
+TestMoves.settings = settings(
+    max_examples=40,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def run_step(world: Walk, rows: list[int]) -> None:
+    world.begin({0: rows})
+    world.settle()
+
+
+def pinned(world: Walk) -> int:
+    return world.books.arenas[0].pinned
+
+
+def fill_all(world: Walk) -> list[Any]:
+    jobs = []
+    while world.next_fill():
+        jobs.append(world.fills[-1])
+        world.fill_ends(0)
+    return jobs
+
+
+def test_rows_never_written_come_in_one_job_without_a_read() -> None:
+    world = Walk((9,), (8, 1), rows_per_fill=2)
+    run_step(world, [1, 3])
+    world.books.draining = True
+    world.settle()
+    world.books.draining = False
+    run_step(world, [0, 2, 4, 5, 6, 7, 8])  # evicts some of the rows that were written
+    world.books.draining = True
+    world.settle()
+    world.announce(Kind.ANNOUNCED, {0: [1, 3]})
+    jobs = fill_all(world)
+    assert [job.new for job in jobs] == [False] * len(jobs)
+
+    fresh = Walk((9,), (8, 1), rows_per_fill=2)
+    fresh.announce(Kind.ANNOUNCED, {0: [0, 1, 2, 3, 4]})
+    jobs = fill_all(fresh)
+    assert [job.new for job in jobs] == [True]
+    assert len(jobs[0].rows) == 5
+
+
+def test_reads_are_split_into_chunks_in_the_order_of_slots() -> None:
+    world = Walk((20,), (6, 1), rows_per_fill=2)
+    run_step(world, [5, 1, 3, 0, 2])
+    world.books.draining = True
+    world.settle()
+    world.books.draining = False
+    run_step(world, [10, 11, 12, 13, 14, 15])
+    world.books.draining = True
+    world.settle()
+    world.announce(Kind.ANNOUNCED, {0: [0, 1, 2, 3, 5]})
+    jobs = fill_all(world)
+    slots = np.concatenate([job.slots for job in jobs])
+    assert [len(job.rows) for job in jobs] == [2, 2, 1]
+    assert (np.diff(slots) > 0).all()
+
+
+def test_the_youngest_held_batch_gives_its_frames_to_a_step() -> None:
+    world = Walk((12,), (6, 1), held_batches=2)
+    old = world.announce(Kind.AHEAD, {0: [0, 1]})
+    young = world.announce(Kind.AHEAD, {0: [2, 3]})
+    fill_all(world)
+    world.begin({0: [6, 7, 8, 9]})
+    assert world.books.bring()
+    batches = {ticket: world.window.get(ticket) for ticket in (old, young)}
+    assert {ticket: batch is not None and batch.held for ticket, batch in batches.items()} == {old: True, young: False}
+
+
+def test_a_step_pins_what_its_announcement_held_and_lets_the_rest_go() -> None:
+    world = Walk((12,), (6, 1))
+    world.announce(Kind.ANNOUNCED, {0: [0, 1, 2, 3]})
+    fill_all(world)
+    assert pinned(world) == 4
+    world.begin({0: [0, 1]})
+    assert pinned(world) == 2
+    assert not world.fills
+    assert not world.next_fill()
+    world.settle()
+    assert pinned(world) == 0
+
+
+def test_a_read_uses_no_announcement_up_and_makes_nothing_dirty() -> None:
+    world = Walk((12,), (6, 1))
+    ticket = world.announce(Kind.ANNOUNCED, {0: [0, 1]})
+    fill_all(world)
+    world.begin({0: [0, 5]}, lasting=False)
+    world.settle()
+    assert world.window.get(ticket) is not None
+    assert world.books.dirty_frames() == 0
+    assert world.books.tally.steps == 0
+
+
+def test_how_far_ahead_batches_are_held() -> None:
+    def held(held_batches: int | None, n_frames: int) -> list[bool]:
+        world = Walk((20,), (n_frames, 1), held_batches=held_batches, known_batches=9, known_rows=99)
+        tickets = [world.announce(Kind.AHEAD, {0: [3 * i, 3 * i + 1, 3 * i + 2]}) for i in range(5)]
+        fill_all(world)
+        batches = [world.window.get(ticket) for ticket in tickets]
+        return [batch is not None and batch.complete for batch in batches]
+
+    assert held(0, 16) == [False] * 5
+    assert held(2, 16) == [True, True, False, False, False]
+    assert held(None, 16) == [True, True, False, False, False]  # two of them are less than half the frames
+    assert held(None, 4) == [True, False, False, False, False]  # one is always held, if it fits
+
+
+def test_a_batch_that_was_handed_out_is_held_whatever_the_reach() -> None:
+    world = Walk((20,), (16, 1), held_batches=0)
+    ticket = world.announce(Kind.AHEAD, {0: [0, 1]})
+    fill_all(world)
+    assert pinned(world) == 0
+    world.hand_out(ticket)
+    fill_all(world)
+    assert pinned(world) == 2
+
+
+def test_dirty_frames_are_written_from_the_share_on_and_never_below() -> None:
+    world = Walk((12,), (8, 1), dirty_share=0.5)
+    for rows in ([0, 1], [2, 3]):
+        world.begin({0: rows})
+        while world.books.step is not None:
+            world.work()
+        assert not world.next_write()
+    world.begin({0: [4]})
+    while world.books.step is not None:
+        world.work()
+    assert world.next_write()
+
+
+def test_a_segment_of_void_records_is_free_again() -> None:
+    world = Walk((6,), (6, 1), dirty_share=0.0)
+    run_step(world, [0, 1])
+    world.begin({0: [0, 1]})
+    while world.books.step is not None:
+        world.work()
+    assert world.next_write()
+    world.write_moves(0)
+    world.begin({0: [0, 1]})
+    assert world.work()  # leases both rows while their copy is under way
+    world.write_moves(0)
+    world.write_moves(0)
+    segments = world.books.tables[0].segments
+    assert segments.free_segments == len(segments) - np.count_nonzero(segments.live)
+    world.settle()
+    assert world.truth[0][:2] == [3, 3]
+
+
+def test_only_so_many_forward_passes_without_a_step_are_remembered() -> None:
+    world = Walk((6,), (6, 1), known_batches=1000, known_rows=10_000)
+    for i in range(MOST_HOOK_ANNOUNCEMENTS + 20):
+        world.books.announce(Kind.HOOK, {0: np.array([i % 6], np.int64)})
+    world.check()
+    assert len(world.window) == MOST_HOOK_ANNOUNCEMENTS
+
+
+def test_announced_share_counts_rows_once_and_judges_only_what_was_remembered() -> None:
+    world = Walk((12,), (8, 1), known_batches=1)
+    world.announce(Kind.ANNOUNCED, {0: [0, 1, 2]})
+    world.announce(Kind.HOOK, {0: [2, 3]})
+    world.announce(Kind.ANNOUNCED, {0: [6, 7]})  # forgotten, but keeps its place
+    run_step(world, [0, 1, 2, 3, 4])
+    tally = world.books.tally
+    assert (tally.rows_touched, tally.rows_announced, tally.judged_rows, tally.judged_announced) == (5, 4, 5, 4)
+    run_step(world, [6, 7])
+    assert (tally.rows_touched, tally.rows_announced, tally.judged_rows, tally.judged_announced) == (7, 4, 5, 4)
+    assert world.window.forgotten_batches == 1
+    assert len(world.window) == 0
+
+
+def test_hits_and_misses_are_counted_for_announced_and_other_rows() -> None:
+    world = Walk((12,), (8, 1))
+    world.announce(Kind.ANNOUNCED, {0: [0, 1, 2]})
+    fill_all(world)
+    run_step(world, [0, 1, 2, 3])
+    assert world.books.tally.misses == 4
+    run_step(world, [0, 1, 2, 3])
+    assert world.books.tally.misses == 4
+
+
+def test_frozen_books_begin_nothing() -> None:
+    world = Walk((12,), (8, 1), dirty_share=0.0)
+    run_step(world, [0])
+    world.begin({0: [0, 1]})
+    while world.books.step is not None:
+        world.work()
+    world.announce(Kind.ANNOUNCED, {0: [4]})
+    world.books.frozen = True
+    assert not world.next_fill()
+    assert not world.next_write()
+    world.books.frozen = False
+    assert world.next_fill()
+    assert world.next_write()
+
+
+def test_an_announcement_between_standing_still_and_the_reset_does_no_harm() -> None:
+    world = Walk((12,), (8, 1))
+    world.books.frozen = True
+    world.books.forget_window()
+    world.announce(Kind.ANNOUNCED, {0: [4, 5]})  # by another thread: nothing keeps it out
+    world.books.reset()
+    world.books.frozen = False
+    run_step(world, [4, 5])
+    assert pinned(world) == 0
+
+
+def test_forgetting_the_window_unpins_everything_and_lets_reads_end() -> None:
+    world = Walk((12,), (8, 1))
+    world.announce(Kind.ANNOUNCED, {0: [4, 5]})
+    world.announce(Kind.AHEAD, {0: [5, 6]})
+    world.next_fill()
+    world.books.forget_window()
+    world.check()
+    assert (len(world.window), pinned(world), world.window.known_rows) == (0, 0, 0)
+    assert not world.books.quiet()
+    world.settle()
+    assert world.books.quiet()
+
+
+def test_without_a_step_there_is_nothing_to_bring() -> None:
+    world = Walk((4,), (4, 1))
+    with pytest.raises(RuntimeError, match="begin"):
+        world.books.bring()
