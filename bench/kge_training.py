@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.utils.data import DataLoader
 from torch_geometric.nn import ComplEx, DistMult, RotatE, TransE
 from torch_geometric.nn.kge import KGEModel
@@ -121,12 +120,12 @@ def make_model(name: str, graph: Graph, dim: int, seed: int) -> KGEModel:
     return MODELS[name](graph.n_entities, graph.n_relations, dim, sparse=True)
 
 
-def batch_rows(model: KGEModel) -> Callable[[Batch], dict[nn.Module, torch.Tensor]]:
+def batch_rows(model: KGEModel) -> Callable[[Batch], Mapping[Any, torch.Tensor]]:
     """The function for lookahead: which rows of which embedding a batch's step will update."""
     entities = [module for name, module in model.named_children() if name.startswith("node_emb")]
     relations = [module for name, module in model.named_children() if name.startswith("rel_emb")]
 
-    def rows(batch: Batch) -> dict[nn.Module, torch.Tensor]:
+    def rows(batch: Batch) -> dict[Any, torch.Tensor]:
         columns = (batch.head, batch.tail, batch.negative_head, batch.negative_tail)
         ids = torch.cat([column for column in columns if column is not None])
         return {**dict.fromkeys(entities, ids), **dict.fromkeys(relations, batch.relation)}

@@ -257,7 +257,7 @@ def test_the_announced_rows_are_those_with_a_gradient(name: str, graph: Graph) -
     announced = batch_rows(model)(batch)
     assert set(announced) == {module for _, module in model.named_children()}
     for module, rows in announced.items():
-        assert set(rows.tolist()) == set(module.weight.grad.coalesce().indices()[0].tolist())  # type: ignore[union-attr, operator]
+        assert set(rows.tolist()) == set(module.weight.grad.coalesce().indices()[0].tolist())
 
 
 def test_batches_depend_on_the_seed_alone(graph: Graph) -> None:
