@@ -351,6 +351,7 @@ def _step(table: Table, rows: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _step_in_child(results: Any, table: Table, rows: torch.Tensor, values: torch.Tensor) -> None:
+    torch.set_num_threads(1)  # as a DataLoader's workers do: torch's own operations hang in a forked child otherwise
     _step(table, rows, values)
     results.put(table.param.numpy())
 
