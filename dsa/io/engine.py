@@ -88,9 +88,7 @@ class Engine:
 
     def _open(self, specs: Sequence[TableSpec], existing: str) -> None:
         pipeline = self._pipeline
-        generations = pipeline.run(pipeline.open_generations())
-        if generations.manifest is not None and existing == "discard":
-            pipeline.run(generations.discard())
+        generations = pipeline.run(pipeline.open_generations(existing))
         self._specs = list(specs)
         self._lay_out()
         if generations.manifest is None:
@@ -132,7 +130,12 @@ class Engine:
         try:
             with pipeline.access as books:
                 books.reset()
-            pipeline.run(pipeline.load(number, pipeline.books.tables))
+            try:
+                pipeline.run(pipeline.load(number, pipeline.books.tables))
+            except Exception as error:
+                # The index in memory is of no use now; another generation may still be loaded over it.
+                pipeline.latch_until_load(error)
+                raise
         finally:
             with pipeline.access as books:
                 books.frozen = False
@@ -500,10 +503,18 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End everything; nothing is committed here. Idempotent."""
+        """End everything; what was handed out is written down, nothing is committed. Idempotent.
+
+        Raises:
+            DeviceError: it could not be written down; everything is ended all the same.
+        """
         self._pipeline.raise_if_forked()
         with self._public:
             if not self.closed:
                 self.closed = True
                 self._finalizer.detach()
-                self._pipeline.stop()
+                try:
+                    if self._pipeline.failure is None and self._pipeline.generations is not None:
+                        self._pipeline.run(self._pipeline.generations.settle())
+                finally:
+                    self._pipeline.stop()

@@ -26,7 +26,7 @@ from dsa.io.backends.base import Backend
 from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Frames
 from dsa.io.directory import Directory
-from dsa.io.generations import Generations, TableImage
+from dsa.io.generations import Generations, TableImage, discard
 from dsa.io.jobs import Step, Table
 from dsa.io.layout import table_identity
 from dsa.io.loop import LoopThread
@@ -59,6 +59,7 @@ class Pipeline:
         self.backend = backend
         self.config = config
         self.failure: BaseException | None = None
+        self._mendable = False
         self.books = Bookkeeping(
             Window(config.known_batches, config.known_rows), config.held_batches, config.read_chunk_bytes
         )
@@ -121,6 +122,11 @@ class Pipeline:
             self.failure = error
         self.access.condition.notify_all()
 
+    def latch_until_load(self, error: BaseException) -> None:
+        """Note a failure that spoilt only what is in memory: loading a generation mends it."""
+        self.latch(error)
+        self._mendable = True
+
     def raise_failure(self) -> None:
         """Raise what was latched."""
         if self.failure is not None:
@@ -132,9 +138,9 @@ class Pipeline:
         Raises:
             DsaError: the failure was the disk's: no retry after a failed write or sync (rule 10).
         """
-        if not isinstance(self.failure, UsageError):
+        if not (self._mendable or isinstance(self.failure, UsageError)):
             self.raise_failure()
-        self.failure = None
+        self.failure, self._mendable = None, False
 
     def raise_if_forked(self) -> None:
         """Raise in a forked child: the loop, the lock and the frames are its parent's."""
@@ -202,8 +208,10 @@ class Pipeline:
 
     # Generations.
 
-    async def open_generations(self) -> Generations:
-        """Read the manifest."""
+    async def open_generations(self, existing: str) -> Generations:
+        """Read the manifest; with "discard" remove what is there instead, however damaged it is."""
+        if existing == "discard":
+            await discard(self.backend, self.directory)
         self.generations = await Generations.open(self.backend, self.directory)
         return self.generations
 

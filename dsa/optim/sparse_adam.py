@@ -216,7 +216,7 @@ class DiskSparseAdam(Optimizer):
 
     # Announcing.
 
-    def announce(self, rows: Mapping[Key, Rows]) -> None:
+    def announce(self, rows: Mapping[Any, Rows]) -> None:
         """Say which rows one coming step will touch; a hint, used up first in first out by one step. Never blocks.
 
         Args:
@@ -230,7 +230,7 @@ class DiskSparseAdam(Optimizer):
         books.engine.announce(Kind.ANNOUNCED, resolve(rows, books.tables))
 
     def lookahead(
-        self, loader: Iterable[Any], rows: Callable[[Any], Mapping[Key, Rows]] | None = None, depth: int = 4
+        self, loader: Iterable[Any], rows: Callable[[Any], Mapping[Any, Rows]] | None = None, depth: int = 4
     ) -> Lookahead[Any]:
         """The batches of `loader`, each announced `depth` batches before its turn; the same numbers at every depth.
 
