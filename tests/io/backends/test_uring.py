@@ -69,6 +69,8 @@ def make() -> Iterator[Make]:
 
     yield make
     for backend in made:
+        for ring in backend.rings:
+            assert ring.closed or _is_empty(ring)
         backend.shut_down(10.0)
     assert not _ring_threads()
 
@@ -81,6 +83,12 @@ async def gate() -> AsyncIterator[int]:
         pytest.skip("no eventfd")
     yield fd
     os.close(fd)
+
+
+def _is_empty(ring: Ring) -> bool:
+    """Nothing is left in the queues that a later transfer would submit or reap."""
+    sq_head, sq_tail, cq_head, cq_tail = (int(x) for x in ring._words[ring._where[:4]])
+    return sq_head == sq_tail and cq_head == cq_tail
 
 
 def _ring_threads() -> list[str]:
@@ -270,6 +278,16 @@ async def test_short_transfers_are_continued(
             assert _bytes(path) == expected.tobytes()
 
 
+def test_answer_of_no_bytes_is_not_asked_for_again(path: Path) -> None:
+    ring = Ring(4, 1, 5.0)
+    extents = _blocks([BLOCKS])
+    fd = os.open(path, os.O_RDONLY)
+    outcome = ring.transfer(READ, fd, _filled(extents), extents.at, extents.offsets, extents.lengths, 1)
+    os.close(fd)
+    ring.close()
+    assert (outcome.status, outcome.errno, outcome.submitted) == (ringloop.FAILED, 0, 1)
+
+
 async def test_end_of_the_file_is_an_error_with_its_place(make: Make, path: Path) -> None:
     os.truncate(path, 5 * BLOCK + 100)
     backend = make()
@@ -341,10 +359,11 @@ async def test_entries_not_taken_are_submitted_again(
     assert backend.rings[0].faults[0, 3] < 20
 
 
+@pytest.mark.parametrize("block", [2, 20])  # the first while entries wait to be taken
 async def test_error_names_the_place_and_the_ring_goes_on(
-    make: Make, path: Path, content: NDArray[np.uint8]
+    make: Make, path: Path, content: NDArray[np.uint8], block: int
 ) -> None:
-    backend = make((ringloop.FAULT_ERROR, 20 * BLOCK, errno.EIO, 1), (ringloop.FAULT_TAKE, 0, 3, 4))
+    backend = make((ringloop.FAULT_ERROR, block * BLOCK, errno.EIO, 1), (ringloop.FAULT_TAKE, 0, 3, 4))
     extents = _blocks(EVERY)
     buffer = _filled(extents)
     with _open(backend, path, direct=True) as file:
@@ -352,7 +371,7 @@ async def test_error_names_the_place_and_the_ring_goes_on(
             await backend.read(file, extents, buffer)
         error = caught.value
         assert (error.errno, error.filename) == (errno.EIO, str(path))
-        assert (error.offset_bytes, error.length_bytes) == (20 * BLOCK, BLOCK)
+        assert (error.offset_bytes, error.length_bytes) == (block * BLOCK, BLOCK)
         await backend.read(file, extents, buffer)
     assert (buffer == content).all()
 
@@ -434,6 +453,17 @@ async def test_stalled_device_is_an_error_and_cancelled_requests_free_the_ring(
         assert (caught.value.errno, caught.value.offset_bytes) == (errno.ETIMEDOUT, 30 * BLOCK)
         await backend.read(file, extents, buffer)
     assert (buffer == content).all()
+
+
+async def test_failed_read_returns_only_when_its_other_requests_have_ended(
+    make: Make, path: Path, gate: int
+) -> None:
+    faults = [(ringloop.FAULT_STALL, 2 * BLOCK, gate, 1), (ringloop.FAULT_ERROR, 3 * BLOCK, errno.EIO, 1)]
+    backend = make(*faults, stall_timeout_s=0.05)
+    extents = _blocks(EVERY)
+    with _open(backend, path, direct=True) as file, pytest.raises(DeviceError, match="nothing answered") as caught:
+        await backend.read(file, extents, _filled(extents))
+    assert (caught.value.errno, caught.value.offset_bytes) == (errno.EIO, 3 * BLOCK)
 
 
 async def test_requests_that_stay_in_the_device_keep_their_memory(
@@ -526,22 +556,23 @@ async def test_places_outside_of_the_buffer_are_refused(make: Make, path: Path) 
 def test_ring_refuses_every_thread_but_its_own(path: Path, content: NDArray[np.uint8]) -> None:
     ring = Ring(4, 1, 5.0)
     extents = _blocks([2])
-    buffer = _filled(extents)
+    other, buffer = _filled(extents), _filled(extents)
     fd = os.open(path, os.O_RDONLY)
     outcomes: list[ring_module.Outcome] = []
 
-    def move() -> None:
+    def move(buffer: NDArray[np.uint8]) -> None:
         outcomes.append(ring.transfer(READ, fd, buffer, extents.at, extents.offsets, extents.lengths, 1))
 
-    thread = threading.Thread(target=move)
+    thread = threading.Thread(target=move, args=(other,))
     thread.start()
     thread.join()
-    move()
+    move(buffer)
     os.close(fd)
     ring.close()
     assert (outcomes[0].status, outcomes[0].errno) == (ringloop.BROKEN, errno.EEXIST)
     assert (outcomes[1].status, outcomes[1].submitted) == (ringloop.WHOLE, 1)
     assert (buffer == content[2 * BLOCK : 3 * BLOCK]).all()
+    assert (other == 0xA5).all()
 
 
 @pytest.mark.parametrize(
