@@ -7,7 +7,6 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +45,6 @@ class Bookkeeping:
     draining: bool = False  # a checkpoint wants every dirty frame written
     frames_wanted: bool = False  # somebody waits for a frame: write what there is, however little (rule 9)
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
-    _ready: deque[FillJob] = field(default_factory=deque)
     _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
     _writing: int = 0
     _cleaning: int = 0
@@ -95,13 +93,28 @@ class Bookkeeping:
 
     def next_new(self) -> FillJob | None:
         """The next of the queued jobs, where it needs no read: whoever waits for it may as well do it."""
-        return self._ready.popleft() if self._ready and self._ready[0].new else None
+        job = self._queued()
+        if job is None or not job.new:
+            return None
+        job.begun = True
+        return job
+
+    def _queued(self) -> FillJob | None:
+        """The oldest fill that nobody has begun."""
+        for job in self._reading.values():
+            if isinstance(job, FillJob) and not job.begun:
+                return job
+        return None
 
     def next_fill(self) -> FillJob | None:
         """The next records to bring in: those of the running step first, then held batches in window order."""
-        if not self._ready and not self.frozen and (self.step is None or self.step.batch.complete):
+        job = self._queued()
+        if job is None and not self.frozen and (self.step is None or self.step.batch.complete):
             self._hold_ahead()
-        return self._ready.popleft() if self._ready else None
+            job = self._queued()
+        if job is not None:
+            job.begun = True
+        return job
 
     def _hold_ahead(self) -> None:
         """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
@@ -120,7 +133,7 @@ class Bookkeeping:
                 if piece.unframed:
                     self.frames_wanted = True
                     return
-            if self._ready:
+            if self._queued() is not None:
                 return
 
     def _crowded(self, batch: Batch) -> bool:
@@ -159,8 +172,7 @@ class Bookkeeping:
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
             part = slice(start, stop)
             job = FillJob(self._ticket(), table, rows[part], frames[part], slots[part], checks[part])
-            self._reading[job.ticket] = job
-            self._ready.append(job)
+            self._reading[job.ticket] = job  # queued and guarded (rule 5) in one instant, for an interrupt may follow
 
     @property
     def next_ticket(self) -> int:
@@ -382,15 +394,11 @@ class Bookkeeping:
 
     def quiet(self) -> bool:
         """Whether nothing is in flight or about to be."""
-        return not (self._reading or self._ready or self._writing or self._cleaning)
+        return not (self._reading or self._writing or self._cleaning)
 
     def writes_in_flight(self) -> bool:
         """Whether segments are being written or cleaned."""
         return bool(self._writing or self._cleaning)
-
-    def waiting_fills(self) -> bool:
-        """Whether jobs are queued that nobody has begun."""
-        return bool(self._ready)
 
     def forget_window(self) -> None:
         """End every announced batch; what is queued or being filled for them goes on, and its frames stay barred."""

@@ -47,6 +47,7 @@ class FillJob:
     frames: Frames
     slots: NDArray[np.int64]
     checks: Checks
+    begun: bool = False  # somebody is bringing them in
 
     @property
     def new(self) -> bool:
