@@ -29,13 +29,15 @@ class Ageing:
     """The half-life for the rows of one arena. Deterministic; memory is bounded, whatever the number of rows.
 
     Args:
-        n_frames: frames of the arena.
+        n_frames: frames of the arena; fewer than its rows when accesses are counted.
     """
 
     def __init__(self, n_frames: int) -> None:
         self._n_frames = n_frames
         self._tables: list[int] = []
         self._choice = _AT_FIRST
+        self._now = 0  # accesses so far
+        self._reviewed = 0
         self._reset()
 
     @property
@@ -50,8 +52,6 @@ class Ageing:
 
     def touched(self, table: int, rows: NDArray[np.int64]) -> None:
         """Count an access of each of `rows`."""
-        if self._n_frames >= self._n_rows:
-            return
         seen = _count(
             rows,
             self._shift,

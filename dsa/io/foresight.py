@@ -1,10 +1,10 @@
 """Foresight: which of the announced batches touches a row next.
 
-The known batches of a row form a ring, in the order of their announcement: the table of rows names the first of them
-(2 bytes a row), each (batch, row) entry names the one after and the one before (4 bytes, beside the row itself), and
-the first one's predecessor is the last one. So a batch joins at the end and leaves from anywhere with at most two
-look-ups of an entry a row, however many batches know the row. The rows of a batch are sorted: looking them up in
-ascending order is a search that only ever moves forward.
+The known batches of a row form a chain, in the order of their announcement: the table of rows names the first of them
+(2 bytes a row), each (batch, row) entry names the one after and the one before (4 bytes, beside the row itself). The
+last one names itself as the one after, and the first one names the last as the one before. So a batch joins at the
+end and leaves from anywhere with at most two entries to look up a row, however many batches know the row. The rows of
+a batch are sorted, with a mark for every few of them, so that a look-up takes one or two cache lines.
 
 Batches are named by recycled slots, not by their sequence numbers, so nothing here wraps.
 """
@@ -27,12 +27,13 @@ MOST_BATCHES = _NONE
 """So many batches can be known at once (a slot takes 16 bits)."""
 
 _FIRST_ENTRIES = 4096
+_MARKED = 4  # entries are handed out in units of so many, with one mark each
 
 
 class Foresight:
     """The known batches of one table: announced, not yet retired.
 
-    Memory: 2 bytes a row, and 8 bytes for each row of each known batch.
+    Memory: 2 bytes a row, and 9 bytes for each row of each known batch.
 
     Args:
         n_rows: rows of the table; at most 2**32.
@@ -47,10 +48,11 @@ class Foresight:
         self._sequences: NDArray[np.int64] = np.zeros(0, np.int64)
         self._starts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._lengths: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._fingers: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._shifts: NDArray[np.int64] = np.zeros(0, np.int64)  # the mark of a row is its number >> shift
         self._rows: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._after: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self._before: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self._marks: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._gaps: list[tuple[int, int]] = []  # free (start, length) of the entries, in order, never adjacent
 
     def __len__(self) -> int:
@@ -104,10 +106,8 @@ class Foresight:
         self._sequences[slot] = sequence
         self._starts[slot] = start
         self._lengths[slot] = len(wanted)
-        self._fingers[:] = 0
-        _append(
-            slot, wanted, self._first, self._starts, self._lengths, self._fingers, self._rows, self._after, self._before
-        )
+        self._shifts[slot] = self._shift(len(wanted))
+        _append(slot, wanted, self._first, *self._entries())
 
     def retire(self, sequence: int) -> None:
         """Forget a known batch, in any order.
@@ -116,8 +116,7 @@ class Foresight:
             UsageError: the batch is not known.
         """
         slot = self._slot(sequence)
-        self._fingers[:] = 0
-        _remove(slot, self._first, self._starts, self._lengths, self._fingers, self._rows, self._after, self._before)
+        _remove(slot, self._first, *self._entries())
         del self._slots[sequence]
         self._free_slots.append(slot)
         self._give_entries(int(self._starts[slot]), int(self._lengths[slot]))
@@ -127,6 +126,16 @@ class Foresight:
         found: NDArray[np.int64] = np.empty(len(rows), np.int64)
         _look_up(np.ascontiguousarray(rows, np.int64), self._first, self._sequences, found)
         return found
+
+    def _entries(self) -> tuple[NDArray[Any], ...]:
+        return self._starts, self._lengths, self._shifts, self._marks, self._rows, self._after, self._before
+
+    def _shift(self, length: int) -> int:
+        marks = max(-(-length // _MARKED), 1)
+        shift = 0
+        while (self.n_rows - 1) >> shift >= marks:
+            shift += 1
+        return shift
 
     def _slot(self, sequence: int) -> int:
         slot = self._slots.get(sequence)
@@ -138,7 +147,7 @@ class Foresight:
         if not self._free_slots:
             had = len(self._starts)
             now = min(max(2 * had, 16), MOST_BATCHES)
-            for name in ("_sequences", "_starts", "_lengths", "_fingers"):
+            for name in ("_sequences", "_starts", "_lengths", "_shifts"):
                 wider = np.zeros(now, np.int64)
                 wider[:had] = getattr(self, name)
                 setattr(self, name, wider)
@@ -148,6 +157,7 @@ class Foresight:
     def _take_entries(self, count: int) -> int:
         if not count:
             return 0
+        count = -(-count // _MARKED) * _MARKED
         for number, (start, length) in enumerate(self._gaps):
             if length >= count:
                 if length == count:
@@ -156,16 +166,18 @@ class Foresight:
                     self._gaps[number] = (start + count, length - count)
                 return start
         had = len(self._rows)
-        more = max(count, had // 4, _FIRST_ENTRIES)
+        more = max(count, had // 4 // _MARKED * _MARKED, _FIRST_ENTRIES)
         self._rows = np.concatenate([self._rows, np.zeros(more, np.uint32)])
         self._after = np.concatenate([self._after, np.zeros(more, np.uint16)])
         self._before = np.concatenate([self._before, np.zeros(more, np.uint16)])
+        self._marks = np.concatenate([self._marks, np.zeros(more // _MARKED, np.uint32)])
         self._give_entries(had, more)
         return self._take_entries(count)
 
     def _give_entries(self, start: int, length: int) -> None:
         if not length:
             return
+        length = -(-length // _MARKED) * _MARKED
         gaps = self._gaps
         place = len(gaps)
         while place and gaps[place - 1][0] > start:
@@ -196,30 +208,31 @@ def _find(
     row: int,
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    fingers: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    marks: NDArray[np.uint32],
     entry_rows: NDArray[np.uint32],
 ) -> int:
-    """The entry of `row` in the batch of `slot`, which has one, at or after the batch's finger."""
+    """The entry of `row` in the batch of `slot`, which has one."""
     start = starts[slot]
-    low = start + fingers[slot]
-    if entry_rows[low] < row:
-        # Invariant: the entry lies in (low, high].
-        end = start + lengths[slot] - 1
-        step = 1
-        high = low + 1
-        while high < end and entry_rows[high] < row:
-            low = high
-            step *= 2
-            high = min(high + step, end)
-        while high - low > 1:
-            middle = (low + high) >> 1
-            if entry_rows[middle] < row:
-                low = middle
-            else:
-                high = middle
+    mark = start // _MARKED + (row >> shifts[slot])
+    low = start + np.int64(marks[mark])
+    if entry_rows[low] == row:
+        return int(low)
+    # Invariant: the entry lies in (low, high].
+    high = low + 1
+    end = start + lengths[slot] - 1
+    step = 1
+    while high < end and entry_rows[high] < row:
         low = high
-    fingers[slot] = low - start
-    return int(low)
+        high = min(high + step, end)
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if entry_rows[middle] < row:
+            low = middle
+        else:
+            high = middle
+    return int(high)
 
 
 @kernel
@@ -229,31 +242,36 @@ def _append(
     first: NDArray[np.uint16],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    fingers: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    marks: NDArray[np.uint32],
     entry_rows: NDArray[np.uint32],
     after: NDArray[np.uint16],
     before: NDArray[np.uint16],
 ) -> None:
     start = starts[slot]
+    shift = shifts[slot]
+    marked = 0  # marks below this one are set
     for i in range(len(rows)):
         row = rows[i]
+        while marked <= row >> shift:
+            marks[start // _MARKED + marked] = i
+            marked += 1
         entry = start + i
         entry_rows[entry] = row
+        after[entry] = slot
         head = first[row]
         if head == _NONE:
             first[row] = slot
-            after[entry] = slot
             before[entry] = slot
-        else:
-            head_entry = _find(head, row, starts, lengths, fingers, entry_rows)
-            tail = before[head_entry]
-            tail_entry = head_entry
-            if tail != head:
-                tail_entry = _find(tail, row, starts, lengths, fingers, entry_rows)
-            after[entry] = head
-            before[entry] = tail
-            after[tail_entry] = slot
-            before[head_entry] = slot
+            continue
+        head_entry = _find(head, row, starts, lengths, shifts, marks, entry_rows)
+        tail = before[head_entry]
+        tail_entry = head_entry
+        if tail != head:
+            tail_entry = _find(tail, row, starts, lengths, shifts, marks, entry_rows)
+        before[entry] = tail
+        after[tail_entry] = slot
+        before[head_entry] = slot
 
 
 @kernel
@@ -262,7 +280,8 @@ def _remove(
     first: NDArray[np.uint16],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    fingers: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    marks: NDArray[np.uint32],
     entry_rows: NDArray[np.uint32],
     after: NDArray[np.uint16],
     before: NDArray[np.uint16],
@@ -270,19 +289,24 @@ def _remove(
     start = starts[slot]
     for entry in range(start, start + lengths[slot]):
         row = np.int64(entry_rows[entry])
+        head = first[row]
         behind = after[entry]
-        if behind == slot:
-            first[row] = _NONE
-            continue
         ahead = before[entry]
-        behind_entry = _find(behind, row, starts, lengths, fingers, entry_rows)
-        ahead_entry = behind_entry
-        if ahead != behind:
-            ahead_entry = _find(ahead, row, starts, lengths, fingers, entry_rows)
-        before[behind_entry] = ahead
-        after[ahead_entry] = behind
-        if first[row] == slot:
-            first[row] = behind
+        if head == slot:
+            if behind == slot:
+                first[row] = _NONE
+            else:
+                first[row] = behind
+                # What the first one has before it is the last one: the new first one takes that over.
+                before[_find(behind, row, starts, lengths, shifts, marks, entry_rows)] = ahead
+            continue
+        ahead_entry = _find(ahead, row, starts, lengths, shifts, marks, entry_rows)
+        if behind == slot:
+            after[ahead_entry] = ahead
+            before[_find(head, row, starts, lengths, shifts, marks, entry_rows)] = ahead
+        else:
+            after[ahead_entry] = behind
+            before[_find(behind, row, starts, lengths, shifts, marks, entry_rows)] = ahead
 
 
 @kernel
