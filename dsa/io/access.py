@@ -21,7 +21,7 @@ class Access:
         self.condition = threading.Condition(threading.Lock())
         self._books = books
         self._latch = latch
-        self._waiting = False
+        self._harmless: BaseException | None = None  # an interrupt that came while its thread waited
 
     def __enter__(self) -> Bookkeeping:
         self.condition.acquire()
@@ -31,19 +31,21 @@ class Access:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None and not self._waiting and not isinstance(error, DsaError):
+            if error is not None and error is not self._harmless and not isinstance(error, DsaError):
                 self._latch(
                     UsageError(
                         f"{type(error).__name__} ({error}) came while the engine kept its books, which may now be "
                         "wrong; load_state_dict() a checkpoint together with the model, or close() and resume"
                     )
                 )
-            self._waiting = False
+            self._harmless = None
         finally:
             self.condition.release()
 
     def wait(self) -> None:
         """Wait, inside `with`, until something has changed; an interrupt while waiting harms nothing."""
-        self._waiting = True
-        self.condition.wait()
-        self._waiting = False
+        try:
+            self.condition.wait()
+        except BaseException as error:
+            self._harmless = error  # told by the error itself: while this thread waited, others came and went
+            raise
