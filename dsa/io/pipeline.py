@@ -192,7 +192,12 @@ class Pipeline:
                         self.wake()
                         self.access.wait()
                         continue
-                self.log.fill_new(job)
+                try:
+                    self.log.fill_new(job)
+                except BaseException:  # an interrupt: whoever needs the rows next does it
+                    with self.access:
+                        job.begun = False
+                    raise
         finally:
             self.wait_s += time.perf_counter() - began
 
