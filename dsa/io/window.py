@@ -69,6 +69,7 @@ class Batch:
     pieces: list[Piece]
     handed_out: bool = False
     forgotten: bool = False  # the window was full: only its place in the order is left
+    more_places: int = 0  # a forgotten batch may stand for others that were forgotten right after it
     brought_rows: int = 0  # rows that had to be brought into frames for it, and of these
     new_rows: int = 0  # those that were never written
 
@@ -124,6 +125,10 @@ class Window:
         if batch.kind is not Kind.HOOK and full and self._batches:
             batch.forgotten, batch.pieces = True, []
             self.forgotten_batches += 1
+            last = self._batches[self._fifo[-1]] if self._fifo else None
+            if batch.kind is Kind.ANNOUNCED and last is not None and last.forgotten:
+                last.more_places += 1  # so that announcements which no step follows leave nothing growing
+                return
         self._batches[batch.sequence] = batch
         self.known_rows += batch.rows
         if batch.kind is Kind.ANNOUNCED:
@@ -167,7 +172,10 @@ class Window:
         if self._fifo:
             used.append(self._batches[self._fifo[0]])
         for batch in used:
-            self.remove(batch)
+            if batch.more_places:
+                batch.more_places -= 1
+            else:
+                self.remove(batch)
         return used, late
 
     def in_order(self) -> Iterator[Batch]:
