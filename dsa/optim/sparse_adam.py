@@ -390,6 +390,7 @@ class DiskSparseAdam(Optimizer):
             books.engine.close()
 
     def __enter__(self) -> DiskSparseAdam:
+        self._books.engine.check_open_or_failed()
         return self
 
     def __exit__(
