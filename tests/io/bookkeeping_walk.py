@@ -384,6 +384,13 @@ class Walk:
         known = sum(len(piece.rows) for batch in self.window.in_order() for piece in batch.pieces)
         expect(known == self.window.known_rows, f"{known} rows are known, the window counts {self.window.known_rows}")
 
+    def _fills_due(self) -> list[FillJob]:
+        """Fills that are under way, and those that nobody has begun."""
+        jobs = [job for job in self.books._reading.values() if isinstance(job, FillJob)]
+        begun = {job.ticket for job in jobs if job.begun}
+        expect(begun == {job.ticket for job in self.fills}, f"begun are {begun}")
+        return jobs
+
     def _check_arena(self, arena: Arena, before: tuple[Any, Any, Any]) -> None:
         pins = np.zeros(arena.n_frames, np.int64)
         batches = [*self.window.in_order(), *([self.books.step.batch] if self.books.step else [])]
@@ -399,13 +406,13 @@ class Walk:
         changed = (arena.row_of != before[0]) | (arena.table_of != before[1])
         given_up = changed & (before[2] & (DIRTY | WRITING | LEASED) > 0)
         expect(not given_up.any(), f"frames {np.flatnonzero(given_up)} were given up with flags {before[2][given_up]}")
-        filling = [frame for job in self.fills + [job for job in self.books._reading.values() if getattr(job, "begun", None) is False] for frame in self._frames(job, arena)]
+        filling = [frame for job in self._fills_due() for frame in self._frames(job, arena)]
         writing = [frame for write in self.writes for frame in self._frames(write.job, arena)]
         expect(len(set(filling)) == len(filling), f"a frame is filled by two reads: {sorted(filling)}")
         expect(len(set(writing)) == len(writing), f"a row is written twice at once: {sorted(writing)}")
         expect(set(np.flatnonzero(flags & FILLING)) == set(filling), f"filling {filling}, flags {flags}")
         expect(set(np.flatnonzero(flags & WRITING)) == set(writing), f"writing {writing}, flags {flags}")
-        for job in self.fills + [job for job in self.books._reading.values() if getattr(job, "begun", None) is False]:
+        for job in self._fills_due():
             if job.table.arena is arena:
                 expect((arena.row_of[job.frames] == job.rows).all(), f"a read of {job.rows} lands in another row")
         for number, table in enumerate(t for t in self.books.tables if t.arena is arena):
@@ -436,7 +443,7 @@ class Walk:
         empty = (segments.state == FREE_SEGMENT) | (segments.state == LIMBO)
         expect(not (segments.live[empty] > 0).any(), "a free segment holds records")
         expect(not segments.retained[empty].any(), "a free segment is retained")
-        for job in self.fills + [job for job in self.books._reading.values() if getattr(job, "begun", None) is False]:
+        for job in self._fills_due():
             read = job.slots[job.slots >= 0] // SLOTS if job.table is table else ()
             expect(all(segments.state[n] != FREE_SEGMENT for n in read), f"one of {read} is free and being read")
         victims = {victim for c in self.cleanings if c.job.table is table for victim in c.job.victims}
