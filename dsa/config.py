@@ -48,7 +48,7 @@ class IOConfig:
         known_batches, known_rows: batches, and rows in all of them together, that the window remembers; more
             announcements are forgotten, youngest first. A row known costs 16 bytes.
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
-            as many as fit the cache.
+            as few as hide the reads, in at most half the cache.
         dirty_share: write-behind starts when dirty frames are more than this share of the cache.
         uvloop: run the event loop on uvloop where it is installed.
         stall_timeout_s: a device that answers nothing for so long is an error.

@@ -18,6 +18,7 @@ from dsa.io.eviction import DIRTY, FILLING, WRITING
 from dsa.io.jobs import CleanJob, FillJob, Step, Table, Tally, WriteJob
 from dsa.io.kernels_on_rows import count_members, order_by_slot
 from dsa.io.layout import VOID_ROW
+from dsa.io.reach import Reach
 from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
 
@@ -31,12 +32,11 @@ class Bookkeeping:
 
     Args:
         window: the announced batches.
-        held_batches: how many batches beyond those being stepped are brought in ahead of time; None: what fits half
-            the frames.
+        reach: how many batches beyond the one being stepped are brought in ahead of time.
     """
 
     window: Window
-    held_batches: int | None = None
+    reach: Reach = field(default_factory=lambda: Reach(None))
     chunk_bytes: int = 4 << 20
     tables: list[Table] = field(default_factory=list)
     arenas: list[Arena] = field(default_factory=list)
@@ -118,16 +118,15 @@ class Bookkeeping:
 
     def _hold_ahead(self) -> None:
         """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
-        reach = self.held_batches
         held = 0
         self.frames_wanted = False
         for batch in self.window.in_order():
-            ahead = not batch.handed_out and batch.kind is not Kind.HOOK
-            held += ahead
-            if ahead and reach is not None and held > reach:
-                return
-            if ahead and reach is None and held > 1 and self._crowded(batch):
-                return
+            if self.window.is_ahead(batch):
+                held += 1
+                if held > self.reach.batches:
+                    return
+                if held > 1 and self.reach.sizes_itself and self._crowded(batch):
+                    return
             for piece in batch.pieces:
                 self._take(batch, piece)
                 if piece.unframed:
@@ -204,7 +203,7 @@ class Bookkeeping:
         """Begin a step (`lasting`) or a read of the rows; a step uses up its announcements."""
         batch = self.window.new(Kind.STEP, rows_by_table)
         used, late = self.window.used_by_step() if lasting else ([], [])
-        self.step = Step(batch, lasting)
+        self.step = Step(batch, lasting, announced=bool(used or late))
         self._bring_pieces(batch)
         for announced in used:
             # What the step pinned stays pinned; what it does not touch becomes free to go.

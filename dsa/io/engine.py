@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from dsa.io.statistics import Statistics
 from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
 from dsa.io.window import Kind
 
+_WAITED_SHARE = 0.03  # of the time between two steps: more than this spent waiting calls for a longer reach
 Update = Callable[[int, NDArray[np.int64], Frames], None]
 
 
@@ -76,6 +78,8 @@ class Engine:
         self._public = threading.RLock()
         self._update_s = 0.0
         self._commit_s = 0.0
+        self._stepped = time.perf_counter()
+        self.stage: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
         self.parts_warning: Callable[[int], None] = lambda cache_bytes: None
         try:
             self._open(specs, existing)
@@ -302,27 +306,36 @@ class Engine:
                 step = books.begin(rows_by_table, lasting=True)
             whole = False
             try:
-                began_to_count = False
+                waits_before, counted = pipeline.wait_s, False
                 for piece in step.batch.pieces:
                     while piece.remaining:
-                        positions, frames = pipeline.await_rows(step, piece)
-                        if not began_to_count:
-                            began_to_count = True
+                        with self.stage("dsa::wait"):
+                            positions, frames = pipeline.await_rows(step, piece)
+                        if not counted:
+                            counted = True
                             self._count(counts)
                         began = time.perf_counter()
-                        update(piece.table, positions, frames)
+                        with self.stage("dsa::update"):
+                            update(piece.table, positions, frames)
                         updated = time.perf_counter()
                         with pipeline.access as books:
                             books.commit(piece, positions)
                         self._update_s += updated - began
                         self._commit_s += time.perf_counter() - updated
-                if not began_to_count:
+                if not counted:
                     self._count(counts)
+                self._size_reach(step, pipeline.wait_s - waits_before)
                 whole = True
             finally:
                 self._end(step, whole)
         if step.in_parts:
             self.parts_warning(self._needed_cache_bytes(rows_by_table))
+
+    def _size_reach(self, step: Step, waited_s: float) -> None:
+        now = time.perf_counter()
+        interval_s, self._stepped = now - self._stepped, now
+        if step.announced:
+            self._pipeline.books.reach.stepped(waited=waited_s > _WAITED_SHARE * interval_s)
 
     def _count(self, counts: Sequence[int]) -> None:
         # A step that no parameter had a gradient for leaves the state as it was.

@@ -85,6 +85,7 @@ class Step:
 
     batch: Batch
     lasting: bool  # leases its rows (a read does not)
+    announced: bool = False  # something was announced for it
     leased: bool = False  # some row was leased: from here on there is no way back
     in_parts: bool = False
 

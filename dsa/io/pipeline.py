@@ -32,6 +32,7 @@ from dsa.io.layout import table_identity
 from dsa.io.loop import LoopThread
 from dsa.io.manifest import TableEntry
 from dsa.io.prefetch import Prefetch
+from dsa.io.reach import Reach
 from dsa.io.rowlog import RowLog
 from dsa.io.window import Piece, Window
 from dsa.io.writebehind import WriteBehind
@@ -61,7 +62,7 @@ class Pipeline:
         self.failure: BaseException | None = None
         self._mendable = False
         self.books = Bookkeeping(
-            Window(config.known_batches, config.known_rows), config.held_batches, config.read_chunk_bytes
+            Window(config.known_batches, config.known_rows), Reach(config.held_batches), config.read_chunk_bytes
         )
         self.access = Access(self.books, self._latch_locked)
         self.log = RowLog(backend, self.books, config, self.access.condition, self._settled)

@@ -187,6 +187,12 @@ class Window:
             if sequence not in first and not batch.forgotten:
                 yield batch
 
+    def is_ahead(self, batch: Batch) -> bool:
+        """Whether the batch is for a step after the next one."""
+        if batch.kind is Kind.ANNOUNCED:
+            return batch.sequence != self._fifo[0]
+        return batch.kind is Kind.AHEAD and not batch.handed_out
+
     def clear(self) -> list[Batch]:
         """Empty the window; the batches that were in it."""
         batches = list(self._batches.values())

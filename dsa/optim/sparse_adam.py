@@ -114,6 +114,7 @@ class DiskSparseAdam(Optimizer):
         self._books.compile_s = compile_s
         self._books.unchecked_weights = existing == "resume"
         engine.parts_warning = self._books.warn_parts
+        engine.stage = torch.profiler.record_function
         self._refresh_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -167,7 +168,8 @@ class DiskSparseAdam(Optimizer):
                 loss = closure()
         books.engine.check_decided()
         began = time.perf_counter()
-        work = self._gradients()
+        with torch.profiler.record_function("dsa::gradient"):
+            work = self._gradients()
         books.gradient_s += time.perf_counter() - began
         if books.unchecked_weights:
             books.compare_weights()
@@ -305,8 +307,9 @@ class DiskSparseAdam(Optimizer):
         books = self._books
         books.engine.check_open_or_failed()
         state_dicts.check_groups(self.param_groups, state_dict)
-        state_dicts.load(books.engine, books.tables, state_dict["state"])
-        books.unchecked_weights = state_dicts.names_generation(state_dict["state"])
+        state = state_dicts.by_number(state_dict)
+        state_dicts.load(books.engine, books.tables, state)
+        books.unchecked_weights = state_dicts.names_generation(state)
         super().load_state_dict({**state_dict, "state": {}})
         self._refresh_state()
 

@@ -18,6 +18,7 @@ from dsa.io.cache import Arena
 from dsa.io.eviction import DIRTY, FILLING, FREE, LEASED, WRITING
 from dsa.io.jobs import CleanJob, FillJob, Table, WriteJob
 from dsa.io.layout import RecordLayout, SegmentLayout
+from dsa.io.reach import Reach
 from dsa.io.segments import CLEANING, FULL, LIMBO, Segments
 from dsa.io.segments import FREE as FREE_SEGMENT
 from dsa.io.window import Kind, Piece, Window
@@ -96,7 +97,7 @@ class Walk:
         rows_per_fill: int = 2,
     ) -> None:
         self.window = Window(known_batches, known_rows)
-        self.books = Bookkeeping(self.window, held_batches, rows_per_fill * RECORD_BYTES)
+        self.books = Bookkeeping(self.window, Reach(held_batches), rows_per_fill * RECORD_BYTES)
         self.known_rows, self.known_batches, self.dirty_share = known_rows, known_batches, dirty_share
         arenas = [Arena(np.zeros((n, RECORD_BYTES), np.uint8)) for n in n_frames]
         record = RecordLayout(4, "float32")
