@@ -8,8 +8,6 @@ from dsa.config import KIB, MIB, DeviceChoice
 
 MOST_GAP_BYTES = 32 * KIB
 """A read may hold thousands of gaps, all of them in its buffer: so they stay short, however slow a request is."""
-_MOST_SEGMENT_BYTES = 16 * MIB
-_USUAL_SEGMENT_BYTES = 4 * MIB  # what a large table's segments have where nothing is said
 _OVERHEAD = 0.1  # the share of a long request's time that its fixed cost may take
 
 
@@ -37,15 +35,14 @@ def choose(figures: DeviceFigures, *, backend: str, direct: bool) -> DeviceChoic
     """The knobs: gaps are read where that is cheaper than a request, and long requests hide their fixed cost."""
     gap_bytes = min(int(figures.read_request_s * figures.read_bytes_per_s), MOST_GAP_BYTES)
     request_bytes = figures.read_request_s * figures.read_bytes_per_s * (1 - _OVERHEAD) / _OVERHEAD
-    segment_bytes = figures.write_latency_s * figures.write_bytes_per_s * (1 - _OVERHEAD) / _OVERHEAD
-    segment = _power_of_two(segment_bytes, _USUAL_SEGMENT_BYTES, _MOST_SEGMENT_BYTES)
     return DeviceChoice(
         backend=backend,
         direct=direct,
         queue_depth=figures.queue_depth,
         merge_gap_bytes=gap_bytes // 512 * 512,
         max_request_bytes=_power_of_two(request_bytes, 256 * KIB, 4 * MIB),
-        segment_bytes=None if segment == _USUAL_SEGMENT_BYTES else segment,
+        # The table and the cache decide: longer segments than those would be written half empty, on any device.
+        segment_bytes=None,
     )
 
 

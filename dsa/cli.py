@@ -1,0 +1,34 @@
+"""The command `dsa`: each command is a module of `dsa.commands`; an error of DSA is one line and exit code 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from dsa.commands.probe import probe
+from dsa.errors import DsaError
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DsaError as error:
+            typer.echo(f"dsa: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _dsa() -> None:
+    """Disk Sparse Adam: look at devices and at state directories."""
+
+
+app.command()(probe)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""The commands of `dsa`, one in each module."""
