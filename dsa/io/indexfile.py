@@ -176,11 +176,20 @@ async def write(
     return int(_CHECK.unpack_from(head, BLOCK_BYTES - _CHECK.size)[0])
 
 
+@dataclass(frozen=True)
+class DamagedChunk:
+    """Elements `first` to `first + count` of a section (bytes of bits, for the segments) are not what was written."""
+
+    error: CorruptError
+    first: int
+    count: int
+
+
 class Reader:
     """An open index file whose header and chunk checks have been verified; close it after use.
 
     Every method raises CorruptError (path and offset) where bytes do not match their check, and DeviceError where the
-    device fails.
+    device fails. Given a list `damaged`, what does not match is put there instead, and its elements mean nothing.
     """
 
     def __init__(self, backend: Backend, file: File, header: Header, chunk_checks: NDArray[np.uint32]) -> None:
@@ -223,23 +232,27 @@ class Reader:
     def close(self) -> None:
         self._backend.close(self._file)
 
-    async def segments(self) -> NDArray[np.bool_]:
+    async def segments(self, damaged: list[DamagedChunk] | None = None) -> NDArray[np.bool_]:
         """bool [n_segments]: those that the generation refers to."""
         packed = np.zeros(self._sections[1].nbytes, np.uint8)
-        await self._read(self._sections[1], packed, np.dtype(np.uint8))
+        await self._read(self._sections[1], packed, np.dtype(np.uint8), damaged)
         return np.unpackbits(packed, count=self.header.n_segments, bitorder="little").astype(np.bool_)
 
-    async def index(self, slots: NDArray[Any], checks: NDArray[np.uint32]) -> None:
+    async def index(
+        self, slots: NDArray[Any], checks: NDArray[np.uint32], damaged: list[DamagedChunk] | None = None
+    ) -> None:
         """Fill the arrays (contiguous, at least `n_rows` long); rows beyond the file's are set to never written."""
         n_rows = self.header.n_rows
         if len(slots) < n_rows or len(checks) < n_rows:
             raise MismatchError(f"{self._file.path}: {n_rows} rows, the table has {min(len(slots), len(checks))}")
-        await self._read(self._sections[2], slots[:n_rows], np.dtype(f"<i{self.header.slot_bytes}"))
-        await self._read(self._sections[3], checks[:n_rows], np.dtype("<u4"))
+        await self._read(self._sections[2], slots[:n_rows], np.dtype(f"<i{self.header.slot_bytes}"), damaged)
+        await self._read(self._sections[3], checks[:n_rows], np.dtype("<u4"), damaged)
         slots[n_rows:] = -1
         checks[n_rows:] = 0
 
-    async def _read(self, section: Section, out: NDArray[Any], kind: np.dtype[Any]) -> None:
+    async def _read(
+        self, section: Section, out: NDArray[Any], kind: np.dtype[Any], damaged: list[DamagedChunk] | None
+    ) -> None:
         """Read a section of elements of `kind`, chunk by chunk, without a detour where memory and types allow it."""
         raw = _bytes_of(out) if out.dtype == kind else None
         for number, begin, length in section.chunks():
@@ -250,10 +263,13 @@ class Reader:
             found = await _read_range(self._backend, self._file, section.offset + begin, place)
             stored = int(self._chunk_checks[number])
             if found != stored:
-                raise CorruptError(
+                error = CorruptError(
                     f"{self._file.path}: the index does not match its check (stored {stored:#010x}, "
                     f"computed {found:#010x}) at byte {section.offset + begin}, {length} bytes"
                 )
+                if damaged is None:
+                    raise error
+                damaged.append(DamagedChunk(error, begin // kind.itemsize, length // kind.itemsize))
             if straight:
                 continue
             values = place[: min(length, section.nbytes - begin)].view(kind)
