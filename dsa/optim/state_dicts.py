@@ -37,6 +37,19 @@ def check_groups(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
         )
 
 
+def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The state by the parameters' places in the groups, whatever keys it has (torch's tools use names), as torch does.
+
+    Raises:
+        MismatchError: it has state of a parameter that its groups do not name.
+    """
+    state, keys = state_dict["state"], [key for group in state_dict["param_groups"] for key in group["params"]]
+    unknown = [key for key in state if key not in set(keys)]
+    if unknown:
+        raise MismatchError(f"the state dict has state of {unknown}, its parameter groups are of {keys}; it is damaged")
+    return {number: state[key] for number, key in enumerate(keys) if key in state}
+
+
 def names_generation(state: Mapping[Any, Mapping[str, Any]]) -> bool:
     """Whether the state is our own and names a generation."""
     return any(entry.get("generation") is not None for entry in state.values())
