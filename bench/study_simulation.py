@@ -41,6 +41,7 @@ Rows = NDArray[np.int64]
 WIDTH = 128  # floats of a row, so 1 KiB of moments
 _AGE = 2  # before a run every row was written once, then so many times as many rows by steps, with cleaning
 _AGED_STEPS = 1 << 20  # more than there are
+_WAITED_SHARE = 0.03  # the engine's: a step that waited longer, as a share of a step's time, calls for a longer reach
 
 
 @dataclass(frozen=True)
@@ -287,6 +288,7 @@ class Run:
     wait_s: float = 0.0
     failure: BaseException | None = None
     _sequences: dict[int, int] = field(default_factory=dict)
+    _stepped_s: float = 0.0
 
     def __post_init__(self) -> None:
         scale, record = self.scale, RecordLayout(WIDTH, "float32")
@@ -386,13 +388,18 @@ class Run:
         await asyncio.sleep(self.scale.model_us * 1e-6 * len(rows))
         with self.access as books:
             step = books.begin({0: rows}, lasting=True)
+        waits_before = self.wait_s
         for piece in step.batch.pieces:
             while piece.remaining:
                 positions = await self._rows_of(step, piece)
                 await asyncio.sleep(self.scale.update_us * 1e-6 * len(positions))
                 with self.access as books:
                     books.commit(piece, positions)
+        now = asyncio.get_running_loop().time()
+        interval_s, self._stepped_s = now - self._stepped_s, now
         with self.access as books:
+            if step.announced:
+                books.reach.stepped(waited=self.wait_s - waits_before > _WAITED_SHARE * interval_s)
             books.end_step()
         self._wake()
 
