@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -23,6 +25,7 @@ from dsa.config import IOConfig
 from dsa.errors import CorruptError, DeviceError, ForkedError, UsageError
 from dsa.io.access import Access
 from dsa.io.backends.base import Backend
+from dsa.io.backends.watched import WatchedBackend
 from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Frames
 from dsa.io.directory import Directory
@@ -57,7 +60,7 @@ class Pipeline:
         self.keep_generations = keep_generations
         self.pid = os.getpid()
         self.directory = directory
-        self.backend = backend
+        self.backend = WatchedBackend(backend, config.stall_timeout_s)
         self.config = config
         self.failure: BaseException | None = None
         self._mendable = False
@@ -316,11 +319,24 @@ class Pipeline:
         _alive.discard(self)
         ended = self.loop.stop(STOP_TIMEOUT_S)
         self.backend.shut_down(STOP_TIMEOUT_S)
+        if isinstance(self.failure, DeviceError) and self.failure.errno == errno.ETIMEDOUT:
+            return  # what is stuck in the device may still be written: nobody else owns the directory in this process
+        if ended:
+            self._let_go()
+            return
+        with contextlib.suppress(RuntimeError):  # no new threads: the interpreter ends, and everything with it
+            threading.Thread(target=self._let_go_late, name="dsa-end", daemon=True).start()
+
+    def _let_go(self) -> None:
         for table in self.books.tables:
-            if table.file is not None and ended:
+            if table.file is not None:
                 with contextlib.suppress(DeviceError):
                     self.backend.close(table.file)
         self.directory.unlock()
+
+    def _let_go_late(self) -> None:
+        self.loop.stop(threading.TIMEOUT_MAX)
+        self._let_go()
 
     def end_without_close(self) -> None:
         """What is done when the optimizer was collected, or the interpreter ends, and nobody called close()."""
