@@ -314,18 +314,24 @@ class Bookkeeping:
 
     # Writing behind.
 
-    def next_write(self, dirty_share: float) -> WriteJob | None:
+    def next_write(self, dirty_share: float, *, idle: bool = False) -> WriteJob | None:
         """A segment's worth of dirty frames, if it is time to write: a share of the cache is dirty, frames are wanted,
-        or a checkpoint drains them all."""
+        or a checkpoint drains them all; where all is `idle`, any whole segment."""
         if self.frozen:
             return None
         for table in sorted(self.tables, key=_segments_due, reverse=True):
             arena = table.arena
             if arena.dirty[table.arena_table] == 0:
                 return None
-            if not (self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames):
+            due = self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames
+            if not due and not (idle and arena.dirty[table.arena_table] >= table.layout.slots):
                 continue
-            frames = arena.collect(table.arena_table, table.layout.slots, unpinned_only=not self.draining)
+            frames = arena.collect(
+                table.arena_table,
+                table.layout.slots,
+                urgent=self.draining or self.frames_wanted,
+                unpinned_only=not self.draining,
+            )
             if not len(frames):
                 continue
             segment = table.segments.allocate(cleaning=False)

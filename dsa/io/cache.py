@@ -16,6 +16,7 @@ from dsa.io.eviction import FILLING, FREE, LEASED, Policy
 
 NO_FRAME = -1
 DONE_FRAME = -2
+RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
 Rows = NDArray[np.int64]
@@ -97,7 +98,7 @@ def _lease(frames: Frames, flags: NDArray[np.uint8], version: NDArray[np.uint32]
     for i in range(len(frames)):
         frame = frames[i]
         fresh += not flags[frame] & 1
-        flags[frame] |= 1 | 8  # DIRTY | LEASED
+        flags[frame] |= 1 | 8 | 32  # DIRTY | LEASED | RECENT
         version[frame] += np.uint32(1)
     return fresh
 
@@ -114,20 +115,29 @@ def _collect(
     table_of: NDArray[np.int16],
     flags: NDArray[np.uint8],
     pins: NDArray[np.int32],
+    urgent: bool,
     unpinned_only: bool,
     hand: int,
     out: Frames,
 ) -> tuple[int, int]:
-    """Mark up to len(out) dirty frames of the table, that nobody leases or writes, as being written."""
+    """Mark up to len(out) dirty frames of the table, that nobody leases or writes, as being written.
+
+    One that was leased since the hand last passed is passed once more, unless it is urgent: a row that is updated
+    often is written seldom, and does not keep a cold one waiting.
+    """
     n, f, count = 0, hand, len(flags)
-    for _ in range(count):
+    for _ in range(count if urgent else 2 * count):
         if n == len(out):
             break
+        flag = flags[f] & ~np.uint8(32)
         # DIRTY alone: not filling, not being written (rule 3), not leased (rule 7), not free
-        if flags[f] == 1 and table_of[f] == table and not (unpinned_only and pins[f] > 0):
-            flags[f] |= 4  # WRITING
-            out[n] = f
-            n += 1
+        if flag == 1 and table_of[f] == table and not (unpinned_only and pins[f] > 0):
+            if flags[f] == flag or urgent:
+                flags[f] = flag | np.uint8(4)  # WRITING
+                out[n] = f
+                n += 1
+            else:
+                flags[f] = flag
         f = f + 1 if f + 1 < count else 0
     return n, f
 
@@ -233,10 +243,14 @@ class Arena:
         """Take one pin off each (negative numbers: none there)."""
         self.pinned -= int(_unpin(frames, self.pins))
 
-    def collect(self, table: int, limit: int, *, unpinned_only: bool) -> Frames:
-        """Up to `limit` dirty frames to write; they count as being written until `written`."""
+    def collect(self, table: int, limit: int, *, unpinned_only: bool, urgent: bool = True) -> Frames:
+        """Up to `limit` dirty frames to write; they count as being written until `written`.
+
+        Args:
+            urgent: take those that come first; else spare those that were leased lately.
+        """
         out = np.empty(limit, np.int32)
-        args = (self.table_of, self.flags, self.pins, unpinned_only, self._hands[table], out)
+        args = (self.table_of, self.flags, self.pins, urgent, unpinned_only, self._hands[table], out)
         n, self._hands[table] = _collect(table, *args)
         return out[:n]
 

@@ -101,8 +101,12 @@ class Pipeline:
         return self.submit(coroutine).result()
 
     def wake(self) -> None:
-        """Let the tasks look again at what there is to do; from any thread."""
-        self.loop.call_soon(self._wake)
+        """Let the tasks look again at what there is to do, for training has moved on; from any thread."""
+        self.loop.call_soon(self._called)
+
+    def _called(self) -> None:
+        self._writebehind.calls += 1
+        self._wake()
 
     def _wake(self) -> None:
         self._settle_ended()
@@ -112,7 +116,7 @@ class Pipeline:
     def _settled(self) -> None:
         # Called under the lock, by whoever has brought or written something.
         self.access.condition.notify_all()
-        self.wake()
+        self.loop.call_soon(self._wake)
 
     # Failure.
 

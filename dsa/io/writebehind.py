@@ -12,6 +12,8 @@ from dsa.io.rowlog import RowLog
 WRITES_IN_FLIGHT = 2
 """Segments under way at once: one is filled from frames while the other is with the device."""
 
+IDLE_S = 0.5
+"""Without a step, an announcement or a transfer for so long, the disk is idle: whole segments are written early."""
 EXTRA_CLEANINGS = 3
 """So many more, at most, for each segment written to a log that is well over its limit."""
 
@@ -25,6 +27,7 @@ class WriteBehind:
     def __init__(self, access: Access, log: RowLog, dirty_share: float, latch: Callable[[BaseException], None]) -> None:
         self.wanted = asyncio.Event()
         self.turn = asyncio.Lock()
+        self.calls = 0  # of the training side: steps and announcements
         self._access = access
         self._log = log
         self._dirty_share = dirty_share
@@ -33,16 +36,25 @@ class WriteBehind:
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Until cancelled: write what is due, then wait to be woken."""
+        """Until cancelled: write what is due, then wait to be woken; where nothing happens for long, write the rest."""
+        idle = False
         while True:
             self.wanted.clear()
             try:
                 async with self.turn:
-                    await self._write_due()
+                    await self._write_due(idle=idle)
             except Exception as error:
                 self._latch(error)
                 return
-            await self.wanted.wait()
+            seen = self.calls
+            idle = not await self._woken(IDLE_S) or (idle and self.calls == seen)
+
+    async def _woken(self, within_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self.wanted.wait(), within_s)
+        except asyncio.TimeoutError:  # until Python 3.10 not the builtin one
+            return False
+        return True
 
     async def drain(self) -> None:
         """Write every dirty frame; returns when all of them, and all that was under way, are in the file.
@@ -58,15 +70,19 @@ class WriteBehind:
                 with self._access as books:
                     if not books.dirty_frames():
                         return
+        except Exception as error:
+            self._latch(error)  # whoever asked hears of it now, and everybody else from now on (rule 10)
+            raise
         finally:
             with self._access as books:
                 books.draining = False
 
-    async def _write_due(self) -> None:
-        while True:
+    async def _write_due(self, *, idle: bool = False) -> None:
+        calls = self.calls
+        while not (idle and self.calls != calls):
             await self._land(WRITES_IN_FLIGHT - 1)
             with self._access as books:
-                job = books.next_write(self._dirty_share)
+                job = books.next_write(self._dirty_share, idle=idle)
             if job is None:
                 return
             self._running.add(asyncio.create_task(self._write(job)))

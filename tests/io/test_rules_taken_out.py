@@ -55,10 +55,10 @@ def _collect_also(mask: int) -> TakeOut:
     def take_out(patch: pytest.MonkeyPatch) -> None:
         collect = Arena.collect
 
-        def collect_more(self: Arena, table: int, limit: int, *, unpinned_only: bool) -> Any:
+        def collect_more(self: Arena, table: int, limit: int, *, unpinned_only: bool, urgent: bool = True) -> Any:
             hidden = self.flags & mask
             self.flags &= 255 - mask
-            frames = collect(self, table, limit, unpinned_only=unpinned_only and mask != LEASED)
+            frames = collect(self, table, limit, unpinned_only=unpinned_only and mask != LEASED, urgent=urgent)
             self.flags |= hidden
             return frames
 
@@ -109,9 +109,7 @@ def _victims_also(mask: int) -> TakeOut:
 def pinned_given_up(patch: pytest.MonkeyPatch) -> None:
     """Rule 6: a frame is reused though it is pinned."""
     victims = Policy.victims
-    patch.setattr(
-        Policy, "victims", lambda self, count, flags, pins: victims(self, count, flags, np.zeros_like(pins))
-    )
+    patch.setattr(Policy, "victims", lambda self, count, flags, pins: victims(self, count, flags, np.zeros_like(pins)))
 
 
 def torn_copies_kept(patch: pytest.MonkeyPatch) -> None:
