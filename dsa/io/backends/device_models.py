@@ -63,7 +63,8 @@ class ParallelDevice(DeviceModel):
     """A device without moving parts: it works on several requests at once, and all of them share one pipe.
 
     A request takes the pipe for its cost, or for its bytes where that is more; it is over at the earliest one latency
-    after one of the lanes took it. So few requests in flight see the latency, many the pipe.
+    after one of the lanes took it. So few requests in flight see the latency, many the pipe. Reads and writes wait for
+    the lanes in lines of their own, and take turns by the time of the pipe that each line has had.
 
     Args:
         lanes: requests that the device works on at once.

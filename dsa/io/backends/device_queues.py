@@ -7,7 +7,7 @@ times, to the digit, for the same seed.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ _SAME_ANGLE = 1e-6
 
 Times = NDArray[np.float64]
 Places = NDArray[np.int64]
+Marks = NDArray[np.bool_]
 
 
 @dataclass
@@ -41,219 +42,81 @@ class DeviceTime:
     returns: int = 0
 
 
-class DeviceQueue(abc.ABC):
-    """The requests that a device has, and when they are over."""
+@dataclass
+class _Queued:
+    """Requests, one entry each, and whether they were served."""
 
-    def __init__(self, seed: int) -> None:
+    positions: Places
+    lengths: Places
+    writes: Marks
+    owners: Places
+    noise: Times
+    served: Marks
+
+    @classmethod
+    def none(cls) -> _Queued:
+        places, marks = np.empty(0, np.int64), np.empty(0, np.bool_)
+        return cls(places, places, marks, places, np.empty(0), marks)
+
+    def followed_by(self, other: _Queued) -> _Queued:
+        """What is not served here, then the other's."""
+        keep = ~self.served
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Queued(*(np.concatenate([mine[keep], added]) for mine, added in pairs))
+
+    def ordered(self, order: Places) -> _Queued:
+        """The same in another order."""
+        return _Queued(*(array[order] for array in vars(self).values()))
+
+
+class DeviceQueue(abc.ABC):
+    """The requests that a device has, and when they are over.
+
+    Args:
+        moving: what changes of the device, besides the requests, as one array.
+    """
+
+    def __init__(self, seed: int, moving: Times) -> None:
         self.time = DeviceTime()
         self._random = np.random.default_rng(seed)
         self._now = 0.0
-
-    @abc.abstractmethod
-    def submit(self, at_s: float, write: bool, positions: Places, lengths: Places) -> int:
-        """Queue requests that come together; a ticket for all of them."""
-
-    @abc.abstractmethod
-    def expected_s(self, ticket: int) -> float:
-        """When the last of the ticket's requests is over if nothing else comes. What comes can only delay it."""
-
-    @abc.abstractmethod
-    def forget(self, ticket: int) -> None:
-        """Nobody will ask about the ticket again; its requests are worked off all the same."""
-
-    def over(self, ticket: int, now_s: float) -> bool:
-        """Whether all of the ticket's requests are over by now."""
-        self.run_until(now_s)
-        return self.expected_s(ticket) <= now_s + _SAME_TIME_S
-
-    def run_until(self, now_s: float) -> None:
-        """Begin every request whose turn comes until now."""
-        self._now = max(self._now, now_s)
-
-
-def queue_of(model: DeviceModel, seed: int) -> DeviceQueue:
-    """An idle device of the model."""
-    if isinstance(model, RotatingDisk):
-        return RotatingQueue(model, seed)
-    if isinstance(model, ParallelDevice):
-        return ParallelQueue(model, seed)
-    raise TypeError(f"no queue for a device of type {type(model).__name__}")
-
-
-@kernel
-def _work_in_parallel(
-    at_s: float,
-    lengths: Places,
-    latencies: Times,
-    request_s: float,
-    byte_s: float,
-    lanes: Times,
-    pipe_s: float,
-) -> tuple[float, float, float]:
-    """Run the requests through the lanes and the pipe: when the pipe is free, how long it was taken, the last end."""
-    busy_s, end_s = 0.0, at_s
-    for i in range(len(lengths)):
-        lane = np.argmin(lanes)
-        start = max(lanes[lane], at_s)
-        cost = max(request_s, lengths[i] * byte_s)
-        pipe_s = max(pipe_s, start) + cost
-        busy_s += cost
-        done = max(start + latencies[i], pipe_s)
-        lanes[lane] = done
-        end_s = max(end_s, done)
-    return pipe_s, busy_s, end_s
-
-
-class ParallelQueue(DeviceQueue):
-    """First come, first served: so the end of a request is known when it comes."""
-
-    def __init__(self, model: ParallelDevice, seed: int) -> None:
-        super().__init__(seed)
-        self._model = model
-        self._lanes: Times = np.zeros(model.lanes)
-        self._pipe_s = 0.0
-        self._ends: dict[int, float] = {}
-        self._next = 0
-
-    def submit(self, at_s: float, write: bool, positions: Places, lengths: Places) -> int:
-        self.run_until(at_s)
-        model = self._model
-        latency, request_s, rate = (
-            (model.write_latency_s, model.write_request_s, model.write_bytes_per_s)
-            if write
-            else (model.read_latency_s, model.read_request_s, model.read_bytes_per_s)
-        )
-        noise = -np.log1p(-self._random.random(len(lengths)))  # exponential, mean 1
-        latencies = latency * (1 - model.jitter + model.jitter * noise)
-        lanes = (self._lanes, self._pipe_s)
-        pipe_s, busy_s, end_s = _work_in_parallel(self._now, lengths, latencies, request_s, 1 / rate, *lanes)
-        self._pipe_s = pipe_s
-        if write:
-            self.time.write_s += busy_s
-        else:
-            self.time.read_s += busy_s
-        self._next += 1
-        self._ends[self._next] = end_s
-        return self._next
-
-    def expected_s(self, ticket: int) -> float:
-        return self._ends[ticket]
-
-    def forget(self, ticket: int) -> None:
-        del self._ends[ticket]
-
-
-@kernel
-def _work_in_turn(
-    positions: Places,
-    lengths: Places,
-    writes: NDArray[np.bool_],
-    owners: NDArray[np.int64],
-    noise: Times,
-    served: NDArray[np.bool_],
-    left: NDArray[np.int64],
-    ends: Times,
-    head: Times,
-    hand: int,
-    geometry: tuple[float, float, float, float, float, float],
-    until_s: float,
-    wanted: int,
-    tally: Times,
-) -> int:
-    """Serve requests one after the other, each begun by `until_s`, or until `wanted` (an owner) has none left.
-
-    Args:
-        left, ends: per owner, requests that are not served, and when the last was over.
-        head: when the head is free, where it is, and where what it read or wrote last begins.
-        hand: where to go on in the order of the arrays; the new one is returned.
-        tally: seconds of reads and of writes, seeks, returns.
-    """
-    rotation_s, track, capacity, settle_s, full_s, phase = geometry
-    waiting = 0
-    for i in range(len(served)):
-        waiting += not served[i]
-    while waiting > 0:
-        if wanted >= 0 and left[wanted] == 0:
-            break
-        if head[0] > until_s:
-            break
-        while hand < len(served) and served[hand]:
-            hand += 1
-        if hand == len(served):
-            hand = 0
-            continue
-        start = positions[hand]
-        end = start + lengths[hand]
-        if not writes[hand] and head[2] <= start < head[1]:  # the disk still has what moved last
-            start = head[1]
-            end = max(start, end)
-        gap = start - head[1]
-        moment = head[0]
-        if gap < 0 or gap >= track:
-            moment += (settle_s + (full_s - settle_s) * np.sqrt(min(abs(gap) / capacity, 1.0))) * noise[hand]
-            tally[2] += 1
-            tally[3] += gap < 0
-        turn = (start / track - phase - moment / rotation_s) % 1.0
-        if turn < 1 - _SAME_ANGLE and end > start:
-            moment += turn * rotation_s
-        moment += (end - start) * rotation_s / track
-        tally[1 if writes[hand] else 0] += moment - head[0]
-        head[0], head[1], head[2] = moment, end, min(positions[hand], start)
-        owner = owners[hand]
-        left[owner] -= 1
-        ends[owner] = moment
-        served[hand] = True
-        waiting -= 1
-    return hand
-
-
-class RotatingQueue(DeviceQueue):
-    """One head: in sweeps over what is queued, or in the order of submission."""
-
-    def __init__(self, model: RotatingDisk, seed: int) -> None:
-        super().__init__(seed)
-        self._model = model
-        phase = float(self._random.random())
-        seek = (float(model.capacity_bytes), float(model.settle_s), float(model.full_seek_s))
-        self._geometry = (float(model.rotation_s), float(model.track_bytes), *seek, phase)
-        self._head: Times = np.zeros(3)
-        self._hand = 0
-        none = np.empty(0, np.int64)
-        self._queued = (
-            none,
-            none,
-            np.empty(0, np.bool_),
-            none,
-            np.empty(0),
-        )  # positions, lengths, writes, owners, noise
-        self._served: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._queued = _Queued.none()
+        self._moving = moving
         # Tickets are numbers of owners, used again when they are forgotten and nothing of them is queued.
-        self._left: NDArray[np.int64] = np.zeros(16, np.int64)
-        self._ends: Times = np.zeros(16)
+        self._left: Places = np.zeros(16, np.int64)  # requests that are not served
+        self._ends: Times = np.zeros(16)  # when the last one was over
         self._idle = list(range(16))
         self._forgotten: set[int] = set()
         self._known: dict[int, float] = {}  # expected ends, until something else comes
 
+    @abc.abstractmethod
+    def _draw(self, write: bool, count: int) -> Times:
+        """What is random in requests, one number each."""
+
+    @abc.abstractmethod
+    def _line_up(self, queued: _Queued) -> _Queued:
+        """Put the requests, none of them served, into the order in which they are looked through from now on."""
+
+    @abc.abstractmethod
+    def _work(
+        self, queued: _Queued, left: Places, ends: Times, moving: Times, until_s: float, wanted: int, tally: Times
+    ) -> None:
+        """Begin requests until then, or until the owner `wanted` has none left; the arrays change.
+
+        Args:
+            tally: seconds of reads and of writes, seeks, returns; added to.
+        """
+
     def submit(self, at_s: float, write: bool, positions: Places, lengths: Places) -> int:
+        """Queue requests that come together; a ticket for all of them."""
         self.run_until(at_s)
-        self._known.clear()
-        owner = self._new_owner()
-        count = len(positions)
+        owner, count = self._new_owner(), len(positions)
         self._left[owner], self._ends[owner] = count, self._now
-        if count == 0:
-            return owner
-        noise = 1 + self._model.jitter * (2 * self._random.random(count) - 1)
-        new = (positions, lengths, np.full(count, write), np.full(count, owner, np.int64), noise)
-        keep = ~self._served
-        queued = [np.concatenate([old[keep], added]) for old, added in zip(self._queued, new, strict=True)]
-        self._hand = 0
-        if self._model.sweeps:
-            order = np.argsort(queued[0], kind="stable")
-            queued = [array[order] for array in queued]
-            self._hand = int(np.searchsorted(queued[0], self._head[1]))
-        self._queued = (queued[0], queued[1], queued[2], queued[3], queued[4])
-        self._served = np.zeros(len(queued[0]), np.bool_)
-        self._head[0] = max(self._head[0], self._now)
+        if count:
+            self._known.clear()
+            owners, marks = np.full(count, owner, np.int64), np.full(count, write)
+            new = _Queued(positions, lengths, marks, owners, self._draw(write, count), np.zeros(count, np.bool_))
+            self._queued = self._line_up(self._queued.followed_by(new))
         return owner
 
     def _new_owner(self) -> int:
@@ -268,29 +131,209 @@ class RotatingQueue(DeviceQueue):
             self._idle = list(range(n, 2 * n))
         return self._idle.pop(0)
 
-    def run_until(self, now_s: float) -> None:
-        super().run_until(now_s)
-        if len(self._served) == 0:
-            return
-        tally = np.zeros(4)
-        state = (*self._queued, self._served, self._left, self._ends, self._head, self._hand, self._geometry)
-        self._hand = _work_in_turn(*state, self._now, -1, tally)
-        self.time.read_s += float(tally[0])
-        self.time.write_s += float(tally[1])
-        self.time.seeks += int(tally[2])
-        self.time.returns += int(tally[3])
-
     def expected_s(self, ticket: int) -> float:
+        """When the last of the ticket's requests is over if nothing else comes. What comes can only delay it."""
         if self._left[ticket] == 0:
             return float(self._ends[ticket])
         if ticket not in self._known:
-            # Look ahead on copies.
-            served, left, ends, head = (a.copy() for a in (self._served, self._left, self._ends, self._head))
-            state = (*self._queued, served, left, ends, head, self._hand, self._geometry)
-            _work_in_turn(*state, np.inf, ticket, np.zeros(4))
+            # Look ahead on copies of all that changes.
+            ahead = replace(self._queued, served=self._queued.served.copy())
+            left, ends, moving = self._left.copy(), self._ends.copy(), self._moving.copy()
+            self._work(ahead, left, ends, moving, np.inf, ticket, np.zeros(4))
             self._known[ticket] = float(ends[ticket])
         return self._known[ticket]
 
+    def over(self, ticket: int, now_s: float) -> bool:
+        """Whether all of the ticket's requests are over by now."""
+        self.run_until(now_s)
+        return self.expected_s(ticket) <= now_s + _SAME_TIME_S
+
     def forget(self, ticket: int) -> None:
+        """Nobody will ask about the ticket again; its requests are worked off all the same."""
         self._known.pop(ticket, None)
         self._forgotten.add(ticket)
+
+    def run_until(self, now_s: float) -> None:
+        """Begin every request whose turn comes until now."""
+        self._now = max(self._now, now_s)
+        if not self._queued.served.all():
+            tally = np.zeros(4)
+            self._work(self._queued, self._left, self._ends, self._moving, self._now, -1, tally)
+            self.time.read_s += float(tally[0])
+            self.time.write_s += float(tally[1])
+            self.time.seeks += int(tally[2])
+            self.time.returns += int(tally[3])
+
+
+def queue_of(model: DeviceModel, seed: int) -> DeviceQueue:
+    """An idle device of the model."""
+    if isinstance(model, RotatingDisk):
+        return RotatingQueue(model, seed)
+    if isinstance(model, ParallelDevice):
+        return ParallelQueue(model, seed)
+    raise TypeError(f"no queue for a device of type {type(model).__name__}")
+
+
+_PIPE, _READ_TURN, _WRITE_TURN, _READ_HAND, _WRITE_HAND, _FLOOR, _LANES = range(7)
+
+
+@kernel
+def _work_in_parallel(
+    lengths: Places,
+    writes: Marks,
+    owners: Places,
+    latencies: Times,
+    served: Marks,
+    left: Places,
+    ends: Times,
+    moving: Times,
+    costs: tuple[float, float, float, float],
+    until_s: float,
+    wanted: int,
+    tally: Times,
+) -> None:
+    """Let the reads and the writes, each first come first served, through the lanes and the pipe in fair turns."""
+    lanes = moving[_LANES:]
+    hands = np.array([moving[_READ_HAND], moving[_WRITE_HAND]]).astype(np.int64)
+    while wanted < 0 or left[wanted] > 0:
+        for line in range(2):
+            while hands[line] < len(served) and (served[hands[line]] or writes[hands[line]] != line):
+                hands[line] += 1
+        if hands[0] == len(served) and hands[1] == len(served):
+            break
+        lane = np.argmin(lanes)
+        start = max(lanes[lane], moving[_FLOOR])
+        if start > until_s:
+            break
+        # Whoever has had less of the pipe is next; a line that was empty does not save up turns.
+        line = 0 if moving[_READ_TURN] <= moving[_WRITE_TURN] else 1
+        if hands[line] == len(served):
+            moving[_READ_TURN + line] = max(moving[_READ_TURN + line], moving[_READ_TURN + 1 - line])
+            line = 1 - line
+        elif hands[1 - line] == len(served):
+            moving[_READ_TURN + 1 - line] = max(moving[_READ_TURN + 1 - line], moving[_READ_TURN + line])
+        i = hands[line]
+        cost = max(costs[line], lengths[i] * costs[2 + line])
+        moving[_READ_TURN + line] += cost
+        moving[_PIPE] = max(moving[_PIPE], start) + cost
+        lanes[lane] = max(start + latencies[i], moving[_PIPE])
+        tally[line] += cost
+        left[owners[i]] -= 1
+        ends[owners[i]] = max(ends[owners[i]], lanes[lane])
+        served[i] = True
+    moving[_READ_HAND], moving[_WRITE_HAND] = hands[0], hands[1]
+
+
+class ParallelQueue(DeviceQueue):
+    """Reads and writes wait in two lines and share the pipe in fair turns, as from two queues of a host."""
+
+    def __init__(self, model: ParallelDevice, seed: int) -> None:
+        super().__init__(seed, np.zeros(_LANES + model.lanes))
+        self._model = model
+        requests = (float(model.read_request_s), float(model.write_request_s))
+        self._costs = (*requests, 1.0 / model.read_bytes_per_s, 1.0 / model.write_bytes_per_s)
+
+    def _draw(self, write: bool, count: int) -> Times:
+        model = self._model
+        noise = -np.log1p(-self._random.random(count))  # exponential, mean 1
+        latency = model.write_latency_s if write else model.read_latency_s
+        latencies: Times = latency * (1 - model.jitter + model.jitter * noise)
+        return latencies
+
+    def _line_up(self, queued: _Queued) -> _Queued:
+        self._moving[_READ_HAND] = self._moving[_WRITE_HAND] = 0
+        self._moving[_FLOOR] = self._now
+        return queued
+
+    def _work(
+        self, queued: _Queued, left: Places, ends: Times, moving: Times, until_s: float, wanted: int, tally: Times
+    ) -> None:
+        requests = (queued.lengths, queued.writes, queued.owners, queued.noise, queued.served)
+        _work_in_parallel(*requests, left, ends, moving, self._costs, until_s, wanted, tally)
+
+
+_FREE, _HEAD, _LAST, _HAND = range(4)
+
+
+@kernel
+def _work_in_turn(
+    positions: Places,
+    lengths: Places,
+    writes: Marks,
+    owners: Places,
+    noise: Times,
+    served: Marks,
+    left: Places,
+    ends: Times,
+    moving: Times,
+    geometry: tuple[float, float, float, float, float, float],
+    until_s: float,
+    wanted: int,
+    tally: Times,
+) -> None:
+    """Serve the requests one after the other, in the order of the arrays, from the hand on and then from the start.
+
+    Of `moving`: when the head is free, where it is, where what it moved last begins, and the hand.
+    """
+    rotation_s, track, capacity, settle_s, full_s, phase = geometry
+    hand = int(moving[_HAND])
+    waiting = 0
+    for i in range(len(served)):
+        waiting += not served[i]
+    while waiting > 0 and moving[_FREE] <= until_s and (wanted < 0 or left[wanted] > 0):
+        while hand < len(served) and served[hand]:
+            hand += 1
+        if hand == len(served):
+            hand = 0
+            continue
+        start = positions[hand]
+        end = start + lengths[hand]
+        if not writes[hand] and moving[_LAST] <= start < moving[_HEAD]:  # the disk still has what moved last
+            start = int(moving[_HEAD])
+            end = max(start, end)
+        gap = start - moving[_HEAD]
+        moment = moving[_FREE]
+        if gap < 0 or gap >= track:
+            moment += (settle_s + (full_s - settle_s) * np.sqrt(min(abs(gap) / capacity, 1.0))) * noise[hand]
+            tally[2] += 1
+            tally[3] += gap < 0
+        turn = (start / track - phase - moment / rotation_s) % 1.0
+        if turn < 1 - _SAME_ANGLE and end > start:
+            moment += turn * rotation_s
+        moment += (end - start) * rotation_s / track
+        tally[1 if writes[hand] else 0] += moment - moving[_FREE]
+        moving[_FREE], moving[_HEAD], moving[_LAST] = moment, end, min(positions[hand], start)
+        left[owners[hand]] -= 1
+        ends[owners[hand]] = moment
+        served[hand] = True
+        waiting -= 1
+    moving[_HAND] = hand
+
+
+class RotatingQueue(DeviceQueue):
+    """One head: in sweeps over what is queued, or in the order of submission."""
+
+    def __init__(self, model: RotatingDisk, seed: int) -> None:
+        super().__init__(seed, np.zeros(4))
+        self._model = model
+        phase = float(self._random.random())
+        seek = (float(model.capacity_bytes), float(model.settle_s), float(model.full_seek_s))
+        self._geometry = (float(model.rotation_s), float(model.track_bytes), *seek, phase)
+
+    def _draw(self, write: bool, count: int) -> Times:
+        factors: Times = 1 + self._model.jitter * (2 * self._random.random(count) - 1)
+        return factors
+
+    def _line_up(self, queued: _Queued) -> _Queued:
+        self._moving[_FREE] = max(self._moving[_FREE], self._now)
+        self._moving[_HAND] = 0
+        if self._model.sweeps:
+            queued = queued.ordered(np.argsort(queued.positions, kind="stable"))
+            self._moving[_HAND] = np.searchsorted(queued.positions, self._moving[_HEAD])
+        return queued
+
+    def _work(
+        self, queued: _Queued, left: Places, ends: Times, moving: Times, until_s: float, wanted: int, tally: Times
+    ) -> None:
+        places = (queued.positions, queued.lengths, queued.writes, queued.owners, queued.noise, queued.served)
+        _work_in_turn(*places, left, ends, moving, self._geometry, until_s, wanted, tally)

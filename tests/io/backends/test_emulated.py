@@ -145,6 +145,18 @@ def test_few_requests_see_the_latency_many_the_rate_and_long_ones_the_bandwidth(
     assert queue.time.seeks == queue.time.returns == 0
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_reads_and_writes_take_turns_and_neither_waits_for_the_whole_line_of_the_other(write: bool) -> None:
+    queue = queue_of(SATA, 0)
+    crowd = ask(queue, 0.0, scattered(5000, 1 << 30), write=write)
+    alone = queue.expected_s(crowd)
+    few = ask(queue, 1e-3, np.arange(4) * MIB, 64 * KIB, write=not write)
+    assert queue.expected_s(few) < 0.1 * alone
+    assert queue.expected_s(crowd) > alone
+    behind = ask(queue, 1e-3, [0], write=write)  # the same line: it comes after the crowd
+    assert queue.expected_s(behind) >= queue.expected_s(crowd) - SATA.read_latency_s * 5
+
+
 def test_a_probe_becomes_a_device_of_its_figures() -> None:
     class Probe:
         path = "/data"
