@@ -215,16 +215,27 @@ class Segments:
         """How many segments the log may have before cleaning must give some back: twice the live records, and some."""
         live_bytes = self.live_records * self.layout.record_bytes
         spare = 4 + CLEANING_RESERVE
-        retained_only = int(np.count_nonzero(self.retained))
-        return 2 * live_bytes // self.layout.segment_bytes + spare + retained_only
+        return 2 * live_bytes // self.layout.segment_bytes + spare + self._retained_only()
+
+    def _retained_only(self) -> int:
+        """Segments that hold nothing but what generations refer to: those wait for the generations to go."""
+        return int(np.count_nonzero(self.retained & (self.live == 0)))
+
+    def _occupied(self) -> int:
+        """Segments that the present state needs, or that are on their way out."""
+        free = np.count_nonzero((self.state == FREE) | (self.state == PUNCHING))
+        return len(self) - int(free) - self._retained_only()
 
     def _solid(self) -> int:
         """Segments that take space."""
         return len(self) - int(np.count_nonzero(self.hole))
 
     def wants_cleaning(self) -> bool:
-        """Whether the log is at its limit and has few free segments left."""
-        return len(self._free) <= CLEANING_RESERVE and self._solid() >= self.limit_segments()
+        """Whether the present state takes as many segments as it may, but for the reserve.
+
+        However many are free: what it takes at a commit, the generation holds for as long as it is kept.
+        """
+        return self._occupied() + CLEANING_RESERVE >= self.limit_segments() - self._retained_only()
 
     def far_over_limit(self) -> bool:
         """Whether the log has grown past its limit by some segments: cleaning does not keep up."""
@@ -233,9 +244,10 @@ class Segments:
     def choose_victims(self) -> list[int]:
         """Segments whose live records together fit one segment, fewest live first; they are being cleaned from now on.
 
-        None where cleaning would gain nothing: every segment nearly full.
+        None where cleaning would gain nothing: every segment nearly full. Those that a generation refers to as well
+        are not free afterwards, but the next generation will not hold them.
         """
-        candidates = np.flatnonzero((self.state == FULL) & ~self.retained)
+        candidates = np.flatnonzero((self.state == FULL) & (self.live > 0))
         if len(candidates) == 0:
             return []
         order = candidates[np.argsort(self.live[candidates], kind="stable")]
