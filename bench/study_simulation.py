@@ -41,6 +41,7 @@ Rows = NDArray[np.int64]
 WIDTH = 128  # floats of a row, so 1 KiB of moments
 _AGE = 2  # before a run every row was written once, then so many times as many rows by steps, with cleaning
 _AGED_STEPS = 1 << 20  # more than there are
+_WARM_SHARE = 0.3  # write-behind begins when a quarter of the frames is dirty
 _WAITED_SHARE = 0.03  # the engine's: a step that waited longer, as a share of a step's time, calls for a longer reach
 
 
@@ -50,15 +51,15 @@ class Scale:
 
     Args:
         n_rows: rows of the table; batch_rows: of them in each step, all different.
-        warm_steps: steps before the measured ones.
+        warm_steps: steps before the measured ones, besides those until a large cache is as dirty as it gets.
         model_us, update_us: what a row costs outside of the optimizer, and the optimizer beside its waiting.
         exponent: of the Zipf workload.
     """
 
     n_rows: int = 1 << 18
     batch_rows: int = 1 << 11
-    warm_steps: int = 20
-    steps: int = 24
+    warm_steps: int = 6
+    steps: int = 20
     model_us: float = 2.0
     update_us: float = 0.7
     exponent: float = 0.9
@@ -313,7 +314,8 @@ class Run:
         self.access = Access(self.books, self._latch)
         self.log = TimedLog(self.backend, self.books, self.config, self.access.condition, self._settled)
         self.log.headers = headers
-        count = scale.warm_steps + scale.steps + self.setting.lookahead
+        self.warm_steps = scale.warm_steps + int(_WARM_SHARE * n_frames / scale.batch_rows)
+        count = self.warm_steps + scale.steps + self.setting.lookahead
         self.rows = batches(self.setting.workload, scale, 0, count)
         self._fill_cache(likely_rows(self.setting.workload, scale, n_frames))
 
@@ -350,11 +352,11 @@ class Run:
         self.prefetch = Prefetch(self.access, self.log, self.writebehind.wanted.set, self._latch)
         self._tasks = [asyncio.create_task(self.prefetch.run()), asyncio.create_task(self.writebehind.run())]
         scale, clock = self.scale, asyncio.get_running_loop().time
-        for number in range(scale.warm_steps):
+        for number in range(self.warm_steps):
             await self._step(number)
         began, waited, before = clock(), self.wait_s, copy.copy(self.backend.time)
         tally = copy.copy(self.books.tally)
-        for number in range(scale.warm_steps, scale.warm_steps + scale.steps):
+        for number in range(self.warm_steps, self.warm_steps + scale.steps):
             await self._step(number)
         seconds, now = clock() - began, self.backend.time
         await _cancel_the_rest()

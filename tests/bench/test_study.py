@@ -69,7 +69,7 @@ def test_on_a_disk_a_batch_is_one_sweep_and_writes_take_under_two_percent_of_the
     assert 0 < time.write_s < 0.02 * (time.read_s + time.write_s)
     assert outcome.read_s + outcome.write_s == pytest.approx(outcome.seconds, rel=0.02)  # one head, which never rests
     # The head returns once for the sweep of a batch, and at most once for each segment that was written between.
-    steps = DISK.warm_steps + DISK.steps
+    steps = running.warm_steps + DISK.steps
     assert time.returns <= steps + running.backend.counters.write_requests
 
 
