@@ -7,7 +7,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from dsa.commands.copy import copy
+from dsa.commands.export import export
+from dsa.commands.inspect import inspect
+from dsa.commands.plan import plan
 from dsa.commands.probe import probe
+from dsa.commands.verify import verify
 from dsa.errors import DsaError
 
 
@@ -29,6 +34,11 @@ def _dsa() -> None:
 
 
 app.command()(probe)
+app.command()(plan)
+app.command()(inspect)
+app.command()(verify)
+app.command()(export)
+app.command()(copy)
 
 if __name__ == "__main__":
     app()
