@@ -205,15 +205,15 @@ def replay(trace: Trace, n_frames: int, parts: int) -> dict[str, int]:
     return {name: int(run()) for name, run in runs.items()}
 
 
-def traces(seed: int, n_rows: int, batch: int, triples: int, wanted: Iterable[str]) -> Iterator[Trace]:
+def traces(seed: int, n_rows: int, batch: int, wanted: Iterable[str]) -> Iterator[Trace]:
     """The traces of the table, one after the other (the big ones take hundreds of megabytes)."""
     makers: dict[str, Callable[[], Trace]] = {
         "zipf 0.7": lambda: draws("zipf 0.7", seed, n_rows, batch, 0.7),
         "zipf 0.9": lambda: draws("zipf 0.9", seed, n_rows, batch, 0.9),
         "zipf 1.1": lambda: draws("zipf 1.1", seed, n_rows, batch, 1.1),
         "uniform": lambda: draws("uniform", seed, n_rows, batch, 0.0),
-        "fb15k-237": lambda: graph("fb15k-237", "fb15k237.npz", seed, triples),
-        "codex-m": lambda: graph("codex-m", "codex-m.npz", seed, triples),
+        "fb15k-237": lambda: graph("fb15k-237", "fb15k237.npz", seed, 64),
+        "codex-m": lambda: graph("codex-m", "codex-m.npz", seed, 64),
         "drift": lambda: draws("drift", seed, n_rows, batch, 0.9, swaps=0.08),
         "scan": lambda: draws("scan", seed, n_rows, batch, 0.9, scan_every=2),
     }
@@ -246,14 +246,13 @@ def main() -> None:
     options = parser.parse_args()
     n_rows = options.rows or (20_000 if options.quick else 1_000_000)
     batch = max(n_rows // 122, 1)
-    triples = 128 if options.quick else 64
     sizes = options.size or ((0.05, 0.25) if options.quick else SHARES)
     console = Console(width=None if Console().is_terminal else 170)
     began = time.perf_counter()
     table = Table(title=f"hit rates: {n_rows:,} rows, batches of {batch:,} draws, seed {options.seed}")
     worst: dict[str, tuple[float, str]] = {}
     results: list[dict[str, Any]] = []
-    for trace in traces(options.seed, n_rows, batch, triples, options.trace):
+    for trace in traces(options.seed, n_rows, batch, options.trace):
         accesses = int(trace.starts[-1] - trace.starts[trace.measured])
         for size in sizes:
             n_frames = int(size * trace.n_rows)

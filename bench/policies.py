@@ -182,6 +182,12 @@ def next_batches(rows: Rows, starts: Starts, n_rows: int) -> Rows:
 
 
 @kernel
+def _known_merit(due: int, place: float) -> float:
+    """Above every frequency, and higher the sooner; rows of one batch are accessed in ascending order."""
+    return 2.0 - (due + place) / 2.0**24
+
+
+@kernel
 def foreknown(
     rows: Rows,
     starts: Starts,
@@ -223,7 +229,7 @@ def foreknown(
             heap.clear()
             for row in range(n_rows):
                 if in_cache[row]:
-                    merit[row] = 2.0 - due[row] / 2.0**40 if due[row] <= batch + window else share[row]
+                    merit[row] = _known_merit(due[row], row / n_rows) if due[row] <= batch + window else share[row]
                     heap.append((merit[row], np.int64(row)))
             heapq.heapify(heap)
         low, high = starts[batch], starts[batch + 1]
@@ -244,7 +250,7 @@ def foreknown(
                         continue
                     if value <= 1.0 and due[gone] <= batch + window:
                         # The window has reached it since: merit only grows, so what was not popped is no worse.
-                        merit[gone] = 2.0 - due[gone] / 2.0**40
+                        merit[gone] = _known_merit(due[gone], gone / n_rows)
                         heapq.heappush(heap, (merit[gone], gone))
                         continue
                     if pinned[gone] == batch:
@@ -254,7 +260,7 @@ def foreknown(
                     break
             in_cache[row] = True
             due[row] = coming[i]
-            worth = 2.0 - due[row] / 2.0**40 if due[row] <= batch + window else share[row]
+            worth = _known_merit(due[row], row / n_rows) if due[row] <= batch + window else share[row]
             if not hit or merit[row] != worth:
                 merit[row] = worth
                 heapq.heappush(heap, (worth, np.int64(row)))
