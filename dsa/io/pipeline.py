@@ -68,7 +68,7 @@ class Pipeline:
             Window(config.known_batches, config.known_rows), Reach(config.held_batches), config.read_chunk_bytes
         )
         self.access = Access(self.books, self._latch_locked)
-        self.log = RowLog(backend, self.books, config, self.access.condition, self._settled)
+        self.log = RowLog(self.backend, self.books, config, self.access.condition, self._settled)
         self.loop = LoopThread("dsa-loop", use_uvloop=config.uvloop)
         self.generations: Generations | None = None
         self.uncommitted_steps = 0
