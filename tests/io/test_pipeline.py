@@ -375,7 +375,7 @@ def test_an_interrupt_of_a_wait_harms_nothing(make: Callable[..., Training]) -> 
     training = make()
     training.fill_the_disk()
     training.backend.hold("read")
-    waits = training.watch_waits()
+    waits, interrupted = training.watch_waits(), threading.Event()
     main = threading.main_thread().ident
     assert main is not None
 
@@ -383,10 +383,14 @@ def test_an_interrupt_of_a_wait_harms_nothing(make: Callable[..., Training]) -> 
         waits.wait(LIMIT_S)
         training.announce([40])  # takes the lock: the step has begun to wait, and others keep the books meanwhile
         signal.pthread_kill(main, signal.SIGINT)
+        while not interrupted.wait(1.0):  # the system may deliver it just before the wait begins: say it again
+            signal.pthread_kill(main, signal.SIGINT)
 
-    training.in_thread(interrupt)
+    ended = training.in_thread(interrupt)
     with pytest.raises(KeyboardInterrupt):
         training.step([0, 1])
+    interrupted.set()
+    assert ended.wait(LIMIT_S)
     training.backend.open_gate("read")
     training.step([0, 1])
     training.step([2])

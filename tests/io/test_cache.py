@@ -1,0 +1,194 @@
+"""The arena of frames: pins, flags, versions and who may be given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsa.io.cache import NO_FRAME, Arena
+from dsa.io.eviction import DIRTY, FILLING, FREE, LEASED, WRITING
+
+
+def array(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, np.int64)
+
+
+def frames_for(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.full(len(rows), NO_FRAME, np.int32)
+
+
+@pytest.fixture
+def arena() -> Arena:
+    made = Arena(np.zeros((4, 16), np.uint8))
+    for n_rows in (10, 6):
+        made.add_table(np.full(n_rows, NO_FRAME, np.int32))
+    return made
+
+
+def bring(arena: Arena, table: int, *rows: int) -> np.ndarray[Any, Any]:
+    """Pin the rows, whatever that takes; their frames, filled."""
+    wanted = array(*rows)
+    frames = frames_for(wanted)
+    missing = arena.pin_resident(table, wanted, frames)
+    taken = arena.take(table, wanted, frames, missing)
+    assert len(taken) == missing
+    arena.filled(frames[taken])
+    return frames
+
+
+def make_dirty(arena: Arena, table: int, *rows: int) -> np.ndarray[Any, Any]:
+    frames = bring(arena, table, *rows)
+    arena.lease(table, array(*rows), frames)
+    arena.end_lease(frames)
+    arena.unpin(frames)
+    return frames
+
+
+def test_new_rows_take_fresh_frames_pinned_and_filling(arena: Arena) -> None:
+    rows = array(1, 5, 9)
+    frames = frames_for(rows)
+    assert arena.pin_resident(0, rows, frames) == 3
+    assert arena.take(0, rows, frames, 3).tolist() == [0, 1, 2]
+    assert sorted(frames.tolist()) == [0, 1, 2]
+    assert arena.frame_of[0][rows].tolist() == frames.tolist()
+    assert arena.row_of[frames].tolist() == rows.tolist()
+    assert (arena.flags[frames] == FILLING).all()
+    assert arena.flags[3] == FREE
+    assert (arena.pins[frames] == 1).all()
+    assert arena.pinned == 3
+    assert arena.filling(frames)
+    arena.filled(frames)
+    assert not arena.filling(frames)
+    assert arena.count(FILLING) == 0
+
+
+def test_pins_add_up_over_holders(arena: Arena) -> None:
+    first = bring(arena, 0, 1, 2)
+    second = bring(arena, 0, 2, 3)
+    assert arena.pins[second[0]] == 2
+    assert arena.pinned == 3
+    arena.unpin(first)
+    assert arena.pinned == 2
+    arena.unpin(second)
+    assert arena.pinned == 0
+    assert not arena.pins.any()
+
+
+def test_rows_that_have_a_frame_already_are_not_pinned_twice_by_one_piece(arena: Arena) -> None:
+    rows = array(1, 2, 3)
+    frames = frames_for(rows)
+    frames[0] = bring(arena, 0, 1)[0]
+    assert arena.pin_resident(0, rows, frames) == 2
+    assert arena.pins[frames[0]] == 1
+
+
+def test_same_row_number_of_two_tables_has_two_frames(arena: Arena) -> None:
+    one, two = bring(arena, 0, 5), bring(arena, 1, 5)
+    assert one[0] != two[0]
+    assert arena.table_of[[one[0], two[0]]].tolist() == [0, 1]
+
+
+def test_frames_change_hands_between_tables_and_the_old_row_has_none_then(arena: Arena) -> None:
+    arena.unpin(bring(arena, 0, 0, 1, 2, 3))
+    frames = bring(arena, 1, 0, 1)
+    assert arena.frame_of[1][[0, 1]].tolist() == frames.tolist()
+    assert np.count_nonzero(arena.frame_of[0] >= 0) == 2
+    for row in np.flatnonzero(arena.frame_of[0] >= 0):
+        assert arena.row_of[arena.frame_of[0][row]] == row
+
+
+def test_only_frames_that_nobody_needs_are_given_up(arena: Arena) -> None:
+    dirty = make_dirty(arena, 0, 0)
+    pinned = bring(arena, 0, 1)
+    rows = array(2)
+    filling = frames_for(rows)
+    arena.take(0, rows, filling, 1)
+    arena.unpin(filling)  # its batch was dropped, its read has not come
+    arena.unpin(bring(arena, 0, 3))
+    rows = array(6, 7)
+    frames = frames_for(rows)
+    taken = arena.take(0, rows, frames, 2)
+    assert taken.tolist() == [0]
+    assert frames[1] == NO_FRAME
+    assert arena.frame_of[0][[0, 1, 2]].tolist() == [dirty[0], pinned[0], filling[0]]
+    assert arena.frame_of[0][3] == NO_FRAME
+
+
+def test_a_lease_raises_versions_and_counts_dirty_frames_once(arena: Arena) -> None:
+    frames = bring(arena, 0, 1, 2)
+    arena.lease(0, array(1, 2), frames)
+    assert arena.dirty == [2, 0]
+    assert (arena.flags[frames] & (DIRTY | LEASED | FILLING | WRITING) == DIRTY | LEASED).all()
+    arena.end_lease(frames)
+    arena.lease(0, array(1), frames[:1])
+    assert arena.dirty == [2, 0]
+    assert arena.version[frames].tolist() == [2, 1]
+    arena.end_lease(frames)
+    assert (arena.flags[frames] & (DIRTY | LEASED | FILLING | WRITING) == DIRTY).all()
+
+
+def test_what_is_written_is_clean_unless_it_was_leased_meanwhile(arena: Arena) -> None:
+    make_dirty(arena, 0, 1, 2)
+    frames = arena.collect(0, 8, unpinned_only=True)
+    versions = arena.version[frames]
+    assert sorted(arena.row_of[frames]) == [1, 2]
+    assert arena.count(WRITING) == 2
+    again = arena.collect(0, 8, unpinned_only=True)
+    assert len(again) == 0  # one write of a row at a time
+    make_dirty(arena, 0, 2)
+    arena.written(0, frames, versions)
+    assert arena.dirty == [1, 0]
+    assert arena.count(WRITING) == 0
+    left = arena.collect(0, 8, unpinned_only=True)
+    assert arena.row_of[left].tolist() == [2]
+    arena.written(0, left, arena.version[left])
+    assert arena.dirty == [0, 0]
+    assert arena.count(DIRTY) == 0
+
+
+def test_versions_wrap_around(arena: Arena) -> None:
+    frames = bring(arena, 0, 1)
+    arena.version[frames] = 2**32 - 1
+    arena.lease(0, array(1), frames)
+    assert arena.version[frames].tolist() == [0]
+
+
+def test_collecting_takes_one_tables_frames_up_to_the_limit_and_goes_round(arena: Arena) -> None:
+    make_dirty(arena, 0, 1, 2, 3)
+    make_dirty(arena, 1, 1)
+    first = arena.collect(0, 2, unpinned_only=True)
+    assert len(first) == 2
+    assert (arena.table_of[first] == 0).all()
+    second = arena.collect(0, 2, unpinned_only=True)
+    assert len(second) == 1
+    assert not set(first) & set(second)
+    assert arena.table_of[arena.collect(1, 9, unpinned_only=True)].tolist() == [1]
+
+
+def test_pinned_frames_are_written_only_when_all_are(arena: Arena) -> None:
+    make_dirty(arena, 0, 1)
+    frames = bring(arena, 0, 1)
+    assert len(arena.collect(0, 9, unpinned_only=True)) == 0
+    arena.lease(0, array(1), frames)
+    assert len(arena.collect(0, 9, unpinned_only=False)) == 0  # leased: its bytes may be changing
+    arena.end_lease(frames)
+    assert arena.collect(0, 9, unpinned_only=False).tolist() == frames.tolist()
+
+
+def test_a_reset_arena_is_as_new(arena: Arena) -> None:
+    make_dirty(arena, 0, 1, 2)
+    bring(arena, 1, 3)
+    arena.reset()
+    assert arena.pinned == 0
+    assert arena.dirty == [0, 0]
+    assert (arena.flags == FREE).all()
+    assert all((frame_of == NO_FRAME).all() for frame_of in arena.frame_of)
+    assert sorted(bring(arena, 0, 0, 1, 2, 3).tolist()) == [0, 1, 2, 3]
+
+
+def test_frames_can_be_seen_as_numbers(arena: Arena) -> None:
+    arena.moments(np.float32)[2, 1] = 1.5
+    assert arena.memory[2].view(np.float32).tolist() == [0.0, 1.5, 0.0, 0.0]
+    assert arena.moments(np.float64).shape == (4, 2)
