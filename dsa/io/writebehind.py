@@ -47,14 +47,12 @@ class WriteBehind:
                 self._latch(error)
                 return
             seen = self.calls
-            idle = not await self._woken(IDLE_S) or (idle and self.calls == seen)
-
-    async def _woken(self, within_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self.wanted.wait(), within_s)
-        except asyncio.TimeoutError:  # until Python 3.10 not the builtin one
-            return False
-        return True
+            # A timer and not wait_for: that one may swallow a cancellation that meets its event (until Python 3.11).
+            timer = asyncio.get_running_loop().call_later(IDLE_S, self.wanted.set)
+            began = timer.when() - IDLE_S
+            await self.wanted.wait()
+            timer.cancel()
+            idle = self.calls == seen and (idle or asyncio.get_running_loop().time() - began >= IDLE_S)
 
     async def drain(self) -> None:
         """Write every dirty frame; returns when all of them, and all that was under way, are in the file.
