@@ -21,6 +21,8 @@ from dsa.errors import ConfigError
 from dsa.optim.row_sets import Key, Rows
 
 Batch = TypeVar("Batch")
+MOST_AHEAD = 64
+_FIRST_AHEAD = 4
 
 
 class Announcer(Protocol):
@@ -52,10 +54,12 @@ class Lookahead(Generic[Batch]):
         loader: any iterable of batches.
         rows: the rows of a batch, `rows(batch)` -> {module, parameter or name: rows}.
         announcer: receives the announcements.
-        depth: batches held ahead of the one that the loop is working on.
+        depth: batches fetched ahead of the one that the loop is working on; None: grows by one a batch to
+            MOST_AHEAD, for the further the rows are known, the better the cache keeps what will be used (how many of
+            the batches are brought into frames is the engine's to size).
 
     Raises:
-        ConfigError: `rows` is no function or `depth` no whole number of at least 0.
+        ConfigError: `rows` is no function or `depth` neither None nor a whole number of at least 0.
     """
 
     def __init__(
@@ -63,15 +67,15 @@ class Lookahead(Generic[Batch]):
         loader: Iterable[Batch],
         rows: Callable[[Batch], Mapping[Key, Rows]],
         announcer: Announcer,
-        depth: int = 4,
+        depth: int | None = 4,
     ) -> None:
         if not callable(rows):
             raise ConfigError(
                 "lookahead needs rows=fn, where fn(batch) returns a dict such as {model.node_emb: ids}; "
                 f"got rows={rows!r}. Where rows are only known inside the model, use watch(model) instead"
             )
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-            raise ConfigError(f"lookahead's depth must be a whole number of batches, at least 0, got {depth!r}")
+        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+            raise ConfigError(f"lookahead's depth must be None or a whole number of batches, at least 0, got {depth!r}")
         self._loader = loader
         self._rows = rows
         self._announcer = announcer
@@ -113,11 +117,12 @@ class Lookahead(Generic[Batch]):
         handed_out: deque[int] = deque()
         failure: Exception | None = None
         more = True
+        depth = _FIRST_AHEAD if self._depth is None else self._depth
         try:
             with stream:
                 batches = iter(self._loader)
             while True:
-                while more and len(ahead) <= self._depth:
+                while more and len(ahead) <= depth:
                     try:
                         following = self._fetch(batches, stream)
                     except Exception as error:
@@ -134,9 +139,11 @@ class Lookahead(Generic[Batch]):
                 handed_out.append(fetched.ticket)
                 self._announcer.hand_out(fetched.ticket)
                 # A step has ended those before it; of a loop that does not step, only the latest stay.
-                while len(handed_out) > max(self._depth, 1):
+                while len(handed_out) > max(depth, 1):
                     self._announcer.end(handed_out.popleft())
                 self._state_at_last = (fetched.state,)
+                if self._depth is None:
+                    depth = min(depth + 1, MOST_AHEAD)
                 batch = fetched.batch
                 del fetched
                 yield batch

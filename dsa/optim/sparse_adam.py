@@ -232,14 +232,14 @@ class DiskSparseAdam(Optimizer):
         books.engine.announce(Kind.ANNOUNCED, resolve(rows, books.tables))
 
     def lookahead(
-        self, loader: Iterable[Any], rows: Callable[[Any], Mapping[Any, Rows]] | None = None, depth: int = 4
+        self, loader: Iterable[Any], rows: Callable[[Any], Mapping[Any, Rows]] | None = None, depth: int | None = 4
     ) -> Lookahead[Any]:
         """The batches of `loader`, each announced `depth` batches before its turn; the same numbers at every depth.
 
         Args:
             loader: any iterable of batches; may be iterated again.
             rows: `rows(batch)` gives what `announce` takes.
-            depth: batches held ahead, 0 or more.
+            depth: batches fetched ahead, 0 or more; None: up to 64, and as many of them held as hide the reads.
 
         Raises:
             ConfigError: `rows` or `depth` cannot be meant.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dsa.errors import ConfigError
-from dsa.optim.lookahead import Lookahead
+from dsa.optim.lookahead import MOST_AHEAD, Lookahead
 from dsa.optim.row_sets import Key, Rows
 
 DEPTHS = [0, 1, 2, 4, 64]
@@ -83,6 +83,18 @@ def test_depth_batches_are_announced_beyond_the_one_in_hand(depth: int) -> None:
         assert announcer.open == list(range(batch, min(batch + depth + 1, 10)))
         assert announcer.handed_out == {batch}
         announcer.step()
+
+
+def test_without_a_depth_one_more_batch_is_known_at_each_step_up_to_a_limit() -> None:
+    announcer = RecordingAnnouncer()
+    ahead = []
+    for batch in Lookahead(range(150), by_name, announcer, depth=None):
+        ahead.append(len(announcer.open) - 1)
+        announcer.step()
+        if batch == 80:
+            break
+    assert ahead == [min(4 + batch, MOST_AHEAD) for batch in range(81)]
+    assert announcer.open == []
 
 
 def test_a_batch_is_announced_before_the_next_is_fetched() -> None:
@@ -341,7 +353,7 @@ def test_it_can_be_copied() -> None:
     assert list(copy.copy(batches)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("depth", [-1, 1.0, True, None, "4"])
+@pytest.mark.parametrize("depth", [-1, 1.0, True, "4"])
 def test_a_depth_that_is_no_count_is_refused(depth: Any) -> None:
     with pytest.raises(ConfigError, match="depth"):
         lookahead(range(3), depth)
