@@ -22,7 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.study_simulation import Outcome, Scale, Setting, run
+from bench.study_simulation import Outcome, Setting, run
+from bench.study_workload import Scale
 from dsa.errors import ConfigError
 from dsa.io.backends.device_models import MODELS, DeviceModel
 from dsa.io.probe import load_probe

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from bench import study
-from bench.study_simulation import Run, Scale, Setting, batches, run
+from bench.study_simulation import Run, Setting, run
+from bench.study_workload import Scale, batches
 from dsa.errors import ConfigError
 from dsa.io.backends.clocks import VirtualTimeLoop
 from dsa.io.backends.device_models import HDD, NVME
