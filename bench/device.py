@@ -30,7 +30,8 @@ from bench import device_report, readme
 from bench.device_files import ReadCheck, ReadsDiffer, find_counter, read_sectors
 from bench.device_fio import NoFio
 from bench.device_samples import as_json
-from bench.device_stages import FULL, QUICK, Scale, Stages
+from bench.device_scale import FULL, QUICK, Scale
+from bench.device_stages import Stages
 from dsa.config import IOConfig
 from dsa.errors import DsaError
 
@@ -77,6 +78,7 @@ def measure(
         "kernel": platform.release(),
         "queue_depth": config.queue_depth,
         "direct": stages.direct,
+        "dsa": stages.best,
         "fio": f"{stages.fio.version} {stages.fio.engine}" if stages.fio else None,
         "rounds": scale.rounds,
         "table_rows": scale.steady_rows,

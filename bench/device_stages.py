@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from bench.device_files import MIB, ReadCheck, drop_cache, write_file
 from bench.device_fio import Fio, NoFio
 from bench.device_optimizer import RECORD_BYTES, Appends, SteadyUpdates
 from bench.device_samples import APPEND, KIB, MEMMAP, READ, STEADY, WAYS, WRITE, Case, Sample
+from bench.device_scale import Scale
 from bench.memory_limit import CannotLimit, MemoryLimit
 from dsa.config import IOConfig
 from dsa.errors import ConfigError
@@ -26,63 +27,6 @@ _ROOT = Path(__file__).resolve().parent.parent
 _SLOW_ROWS = 512
 _MEMMAP_TIMEOUT_S = 300.0
 _SEGMENT_BYTES = 4 * MIB
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much is measured.
-
-    Args:
-        file_bytes: of the file that is read and written at random.
-        record_sizes: bytes.
-        rounds: of each way, in turns.
-        batch_rows, batches: rows in one go, and how often, for records of up to 4 KiB.
-        batch_bytes: bytes in one go at most.
-        append_rows: made dirty and written in a round.
-        steady_rows, steady_batch_rows, steady_steps: of the table, a step, a round.
-        rocksdb_rows: in the database.
-        memmap_rows, memmap_share: of the moments' files; memory, as a share of the files.
-        memmap_plain_rows, memmap_random_rows, memmap_batches: updated in one batch, without and with MADV_RANDOM.
-    """
-
-    file_bytes: int
-    record_sizes: tuple[int, ...] = (512, KIB, 4 * KIB, 16 * KIB, 64 * KIB)
-    rounds: int = 7
-    batch_rows: int = 8192
-    batches: int = 4
-    batch_bytes: int = 128 * MIB
-    append_rows: int = 262_144
-    steady_rows: int = 4_000_000
-    steady_batch_rows: int = 8192
-    steady_steps: int = 24
-    rocksdb_rows: int = 2_000_000
-    memmap_rows: int = 4_000_000
-    memmap_share: float = 0.375
-    memmap_plain_rows: int = 2048
-    memmap_random_rows: int = 8192
-    memmap_batches: int = 5
-
-    @property
-    def disk_bytes(self) -> int:
-        """What the stages take at most, at once, on the disk."""
-        log = 2 * self.steady_rows * RECORD_BYTES
-        rivals = max(2 * self.rocksdb_rows * RECORD_BYTES, self.memmap_rows * RECORD_BYTES)
-        return self.file_bytes + max(log, rivals, 3 * self.append_rows * RECORD_BYTES)
-
-
-FULL = Scale(3 << 30)
-QUICK = Scale(
-    2 << 30,
-    batches=2,
-    append_rows=131_072,
-    steady_rows=1_000_000,
-    steady_steps=8,
-    rocksdb_rows=500_000,
-    memmap_rows=1_000_000,
-    memmap_plain_rows=256,
-    memmap_random_rows=4096,
-    memmap_batches=3,
-)
 
 
 @dataclass
@@ -106,6 +50,7 @@ class Stages:
     steady_figures: dict[str, float] = field(default_factory=dict)
     fio: Fio | None = None
     direct: bool = True
+    best: str = ""
 
     @property
     def file(self) -> Path:
@@ -130,7 +75,8 @@ class Stages:
             for record_bytes in self.scale.record_sizes:
                 self.random(WRITE, record_bytes, rigs)
             best = next(iter(rigs))
-        self.append(best)
+        self.best = best
+        self.append([name for name in BACKENDS if name in rigs])
         self.memmaps()
         self.steady(best)
 
@@ -179,7 +125,7 @@ class Stages:
     def _batch(self, record_bytes: int) -> tuple[int, int]:
         scale = self.scale
         rows = max(min(scale.batch_rows, scale.batch_bytes // record_bytes), 1)
-        return rows, scale.batches if record_bytes <= 4 * KIB else 1
+        return rows, scale.batches
 
     def _fio_way(self, what: str, record_bytes: int, batch_rows: int, batches: int) -> Callable[[], Sample]:
         fio = self.fio
@@ -263,12 +209,21 @@ class Stages:
         finally:
             database.close()
 
-    def append(self, backend: str) -> None:
-        """Dirty records of 1 KiB written to the log, beside fio's sequential and random writes."""
+    def append(self, backends: Sequence[str]) -> None:
+        """Dirty records of 1 KiB written to the log, beside fio's sequential and random writes.
+
+        Args:
+            backends: the first of them is the one that "dsa" stands for in the ratios.
+        """
         config = IOConfig(queue_depth=self.config.queue_depth, segment_bytes=_SEGMENT_BYTES, dirty_share=1.0)
-        appends = Appends(self.directory / "append", self.scale.append_rows, backend, config)
-        try:
-            ways: dict[str, Callable[[], Sample]] = {"dsa": appends.append}
+        directory = self.directory / "append"
+        directory.mkdir()
+        ways: dict[str, Callable[[], Sample]] = {}
+        with ExitStack() as stack:
+            for backend in backends:
+                appends = Appends(directory / backend, self.scale.append_rows, backend, config)
+                stack.callback(appends.close)
+                ways[f"dsa, {backend}" if ways else "dsa"] = appends.append
             fio = self.fio
             if fio is not None:
                 nbytes = min(self.scale.append_rows * RECORD_BYTES, self.scale.file_bytes)
@@ -279,9 +234,7 @@ class Stages:
                 batch_rows, batches = self._batch(KIB)
                 ways["fio random writes"] = self._fio_way("randwrite", KIB, batch_rows, batches)
             self._in_turns(Case(APPEND, RECORD_BYTES), ways)
-        finally:
-            appends.close()
-        shutil.rmtree(self.directory / "append")
+        shutil.rmtree(directory)
 
     def steady(self, backend: str) -> None:
         """Uniform updates in a steady state, beside fio's time for the same number of reads."""
@@ -333,10 +286,10 @@ class Stages:
                         case.add(way, Sample(rows, rows * RECORD_BYTES, seconds))
                     for file in files:
                         drop_cache(file)
-        except CannotLimit as error:
+        except (CannotLimit, RuntimeError) as error:
             self.notes.append(f"memmap in limited memory: {error}")
-            return
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
-        self.cases.append(case)
+        if case.samples:
+            self.cases.append(case)
