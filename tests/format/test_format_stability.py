@@ -1,4 +1,4 @@
-"""State directories that earlier versions wrote are opened, and read as what they held; unknown versions are refused."""
+"""State directories that each version wrote are opened, and read as what they held; unknown versions are refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from format.make_state import parameters
 
 from dsa import DiskSparseAdam
 from dsa.errors import FormatError
 from dsa.io.verification import verify
-from format.make_state import parameters
 
 HERE = Path(__file__).parent
 VERSIONS = ("v1",)
