@@ -191,6 +191,10 @@ class Bookkeeping:
             self.tally.rows_read += len(job.rows)
         self._read_ended(job.ticket)
 
+    def failed(self, job: FillJob) -> None:
+        """The job came to nothing: its frames stay barred until the state is replaced, and nobody waits for it."""
+        self._read_ended(job.ticket)
+
     def _read_ended(self, ticket: int) -> None:
         del self._reading[ticket]
         oldest = min(self._reading, default=self.next_ticket)

@@ -103,18 +103,6 @@ def divide(total_bytes: int, rows_by_record: Mapping[int, int]) -> dict[int, int
         total_bytes: of all frames together, their bookkeeping included.
         rows_by_record: record bytes -> rows of all tables with such records.
     """
-    frames = dict.fromkeys(rows_by_record, 1)
-    open_sizes = set(rows_by_record)
-    left = total_bytes
-    # What a small arena cannot use goes to the others.
-    while open_sizes:
-        need = sum((size + FRAME_OVERHEAD_BYTES) * rows_by_record[size] for size in open_sizes)
-        full = {size for size in open_sizes if left >= need}
-        if not full:
-            for size in open_sizes:
-                frames[size] = max(1, int(rows_by_record[size] * left / need))
-            break
-        for size in full:
-            frames[size] = max(1, rows_by_record[size])
-        break
-    return frames
+    need = sum((size + FRAME_OVERHEAD_BYTES) * rows for size, rows in rows_by_record.items())
+    share = min(1.0, total_bytes / need) if need else 1.0
+    return {size: max(1, int(rows * share)) for size, rows in rows_by_record.items()}

@@ -301,12 +301,11 @@ class Engine:
             if self.steps_since_commit == 0:
                 self._refuse_unclaimed()
             pipeline = self._pipeline
-            with pipeline.access as books:
-                pipeline.settle_ended_locked(books)
-                step = books.begin(rows_by_table, lasting=True)
-            whole = False
+            waits_before, counted, whole = pipeline.wait_s, False, False
             try:
-                waits_before, counted = pipeline.wait_s, False
+                with pipeline.access as books:
+                    pipeline.settle_ended_locked(books)
+                    step = books.begin(rows_by_table, lasting=True)
                 for piece in step.batch.pieces:
                     while piece.remaining:
                         with self.stage("dsa::wait"):
@@ -327,7 +326,7 @@ class Engine:
                 self._size_reach(step, pipeline.wait_s - waits_before)
                 whole = True
             finally:
-                self._end(step, whole)
+                self._end(whole)
         if step.in_parts:
             self.parts_warning(self._needed_cache_bytes(rows_by_table))
 
@@ -347,8 +346,12 @@ class Engine:
     def _uncommitted(self, steps: int) -> None:
         self.steps_since_commit = self._pipeline.uncommitted_steps = steps
 
-    def _end(self, step: Step, whole: bool) -> None:
+    def _end(self, whole: bool) -> None:
+        """End what runs; an interrupt may have come as early as its beginning, or before."""
         pipeline = self._pipeline
+        step = pipeline.books.step
+        if step is None:
+            return
         began = time.perf_counter()
         if not whole and step.leased and step.lasting:
             pipeline.latch(
@@ -376,9 +379,9 @@ class Engine:
             self.check_open()
             self.check_decided()
             pipeline = self._pipeline
-            with pipeline.access as books:
-                step = books.begin({table: rows}, lasting=False)
             try:
+                with pipeline.access as books:
+                    step = books.begin({table: rows}, lasting=False)
                 for piece in step.batch.pieces:
                     while piece.remaining:
                         positions, frames = pipeline.await_rows(step, piece)
@@ -386,7 +389,7 @@ class Engine:
                         with pipeline.access as books:
                             books.commit(piece, positions)
             finally:
-                self._end(step, True)
+                self._end(True)
 
     def written_rows(self, table: int, first: int, last: int) -> Rows:
         """Those of the rows `first` to `last` (exclusive) that a step ever touched, on disk or in a frame."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dsa.config import IOConfig
-from dsa.errors import CorruptError, DeviceError, ForkedError, UsageError
+from dsa.errors import CorruptError, DeviceError, ForkedError, StateFileError, UsageError
 from dsa.io.access import Access
 from dsa.io.backends.base import Backend
 from dsa.io.backends.watched import WatchedBackend
@@ -141,12 +141,12 @@ class Pipeline:
             raise self.failure.with_traceback(None)
 
     def recover(self) -> None:
-        """Forget a failure that spoilt only what is in memory: a generation is about to be loaded over it.
+        """Forget a failure that a generation loaded over it mends: an interrupt, or a record that was damaged.
 
         Raises:
             DsaError: the failure was the disk's: no retry after a failed write or sync (rule 10).
         """
-        if not (self._mendable or isinstance(self.failure, UsageError)):
+        if not (self._mendable or isinstance(self.failure, (UsageError, StateFileError))):
             self.raise_failure()
         self.failure, self._mendable = None, False
 

@@ -50,6 +50,8 @@ class Prefetch:
         try:
             await self._log.fill(job)
         except Exception as error:
+            with self._access as books:
+                books.failed(job)
             self._latch(error)
 
     def _done(self, task: asyncio.Task[None]) -> None:

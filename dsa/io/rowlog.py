@@ -63,6 +63,7 @@ class RowLog:
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.config.read_chunk_bytes + 2 * self.config.merge_gap_bytes)
         self._segment_buffers = Buffers(PAGE_BYTES)
+        self._cleaning_buffers = Buffers(PAGE_BYTES)
         self._growing = asyncio.Lock()
         self.punches = True  # until the file system says that it cannot
 
@@ -183,51 +184,75 @@ class RowLog:
             table.segments.end_punch(chosen[len(done) :], punched=False)
 
     async def clean(self, job: CleanJob) -> None:
-        """Move the live records of the job's victims into one segment; the index follows where it has not moved on."""
+        """Move the live records of the job's victims into one segment; the index follows where it has not moved on.
+
+        The victims are read in one go, each with one request.
+
+        Raises:
+            CorruptError: a victim's header, or a live record in it, does not match its check.
+            DeviceError: a transfer failed.
+        """
         table, layout = job.table, job.table.layout
         await self._reach(table, job.target)
-        source = self._segment_buffers.borrow(layout.segment_bytes)
+        lengths = np.array([layout.segment_bytes if n < 0 else layout.used_bytes(n) for n in job.used], np.int64)
+        at = np.cumsum(lengths) - lengths
+        source = self._cleaning_buffers.borrow(int(lengths.sum()))
         target = self._segment_buffers.borrow(layout.segment_bytes)
-        all_rows = np.empty(layout.slots, np.int64)
-        all_slots = np.empty(layout.slots, np.int64)
-        all_checks = np.empty(layout.slots, np.uint32)
-        moved = 0
-        for victim, used in zip(job.victims, job.used, strict=True):
-            length = layout.segment_bytes if used < 0 else layout.used_bytes(used)
-            single = np.array([length], np.int64)
-            extent = Extents(np.array([victim * layout.segment_bytes], np.int64), single, np.zeros(1, np.int64))
-            await self.backend.read(table.file, extent, source)
-            named = read_header(source, layout, victim, table.identity, table.file.path)
-            with self.lock:
-                live = np.flatnonzero(self.books.still_live(table, named, victim))
-                rows = named[live]
-                slots, checks = table.segments.locate(rows)
-            part = slice(moved, moved + len(rows))
-            all_rows[part], all_slots[part], all_checks[part] = rows, slots, checks
-            records = self._records(source, table, len(named))
-            into = self._records(target, table, layout.slots)
-            wrong = checked_scatter(
-                records.reshape(-1),
-                live * (layout.record_bytes // 8),
-                layout.record_bytes // 8,
-                rows,
-                checks,
-                into,
-                np.arange(moved, moved + len(rows), dtype=np.int32),
-            )
-            if wrong >= 0:
-                offset = int(layout.offsets(slots[wrong : wrong + 1])[0])
-                raise CorruptError(
-                    f"table {table.name!r}: the record of row {rows[wrong]} in {table.file.path} at byte {offset} does "
-                    f"not match its check {checks[wrong]:08x} (found while cleaning segment {victim})"
-                )
-            moved += len(rows)
-        used_bytes = layout.used_bytes(moved)
-        target[layout.header_bytes + moved * layout.record_bytes : used_bytes] = 0
-        write_header(target, layout, job.target, table.identity, all_rows[:moved])
+        live = _Moved(layout.slots)
+        order = np.argsort(job.victims)  # extents ascend
+        extents = Extents(np.array(job.victims, np.int64)[order] * layout.segment_bytes, lengths[order], at[order])
+
+        def pack() -> None:
+            for victim, start, length in zip(job.victims, at, lengths, strict=True):
+                self._pack(table, victim, source[start : start + length], target, live)
+            used_bytes = layout.used_bytes(live.count)
+            target[layout.header_bytes + live.count * layout.record_bytes : used_bytes] = 0
+            write_header(target, layout, job.target, table.identity, live.rows[: live.count])
+
+        await self.backend.read(table.file, extents, source, then=pack)
+        used_bytes = layout.used_bytes(live.count)
         await self.backend.write(table.file, job.target * layout.segment_bytes, target[:used_bytes])
-        self._segment_buffers.give_back(source)
+        self._cleaning_buffers.give_back(source)
         self._segment_buffers.give_back(target)
         with self.lock:
-            self.books.cleaned(job, all_rows[:moved], all_slots[:moved], all_checks[:moved])
+            part = slice(0, live.count)
+            self.books.cleaned(job, live.rows[part], live.slots[part], live.checks[part])
             self.settled()
+
+    def _pack(self, table: Table, victim: int, segment: Bytes, target: Bytes, live: _Moved) -> None:
+        """Append a victim's live records, checked, to the target."""
+        layout = table.layout
+        named = read_header(segment, layout, victim, table.identity, table.file.path)
+        with self.lock:
+            positions = np.flatnonzero(self.books.still_live(table, named, victim))
+            rows = named[positions]
+            slots, checks = table.segments.locate(rows)
+        part = slice(live.count, live.count + len(rows))
+        live.rows[part], live.slots[part], live.checks[part] = rows, slots, checks
+        words = layout.record_bytes // 8
+        wrong = checked_scatter(
+            self._records(segment, table, len(named)).reshape(-1),
+            positions * words,
+            words,
+            rows,
+            checks,
+            self._records(target, table, layout.slots),
+            np.arange(live.count, live.count + len(rows), dtype=np.int32),
+        )
+        if wrong >= 0:
+            offset = int(layout.offsets(slots[wrong : wrong + 1])[0])
+            raise CorruptError(
+                f"table {table.name!r}: the record of row {rows[wrong]} in {table.file.path} at byte {offset} does "
+                f"not match its check {checks[wrong]:08x} (found while cleaning segment {victim})"
+            )
+        live.count += len(rows)
+
+
+class _Moved:
+    """The records that a cleaning moves: row, slot where the index had it, check."""
+
+    def __init__(self, most: int) -> None:
+        self.rows = np.empty(most, np.int64)
+        self.slots = np.empty(most, np.int64)
+        self.checks = np.empty(most, np.uint32)
+        self.count = 0

@@ -20,7 +20,8 @@ NEVER_WRITTEN = -1
 CLEANING_RESERVE = 2  # segments that only cleaning may take
 
 FREE, OPEN, FULL, CLEANING, LIMBO, PUNCHING = range(6)
-FAR_SEGMENTS = 2
+MOST_VICTIMS = 3  # segments cleaned at once: they are read into memory together
+FAR_SEGMENTS = 4
 SURPLUS_RESERVE = 4  # free segments that are kept as they are, to be written again
 
 Slots = NDArray[Any]  # int32 or int64 [n_rows]
@@ -253,7 +254,7 @@ class Segments:
         order = candidates[np.argsort(self.live[candidates], kind="stable")]
         room = self.layout.slots
         victims: list[int] = []
-        for segment in order[: max(2, room)]:
+        for segment in order[:MOST_VICTIMS]:
             live = int(self.live[segment])
             if live > room:
                 break

@@ -148,8 +148,15 @@ class Window:
             self._handed.append(sequence)
 
     def oldest_hooks(self, keep: int) -> list[Batch]:
-        """Hook announcements beyond the newest `keep` (forward passes that no step followed)."""
-        return [self._batches[sequence] for sequence in list(self._hooks)[: max(0, len(self._hooks) - keep)]]
+        """Hook announcements beyond the newest `keep`, or beyond the rows that the window may remember."""
+        over: list[Batch] = []
+        rows = 0
+        for count, sequence in enumerate(reversed(self._hooks)):
+            batch = self._batches[sequence]
+            rows += batch.rows
+            if count >= keep or (count > 0 and rows > self._most_rows):
+                over.append(batch)
+        return over[::-1]
 
     def remove(self, batch: Batch, *, late: bool = False) -> None:
         """Take the batch out; `late`: its rows still count as announced for the next step."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from dsa.io.access import Access
-from dsa.io.jobs import Table, WriteJob
+from dsa.io.jobs import CleanJob, Table, WriteJob
 from dsa.io.rowlog import RowLog
 
 WRITES_IN_FLIGHT = 2
@@ -14,8 +14,6 @@ WRITES_IN_FLIGHT = 2
 
 IDLE_S = 0.5
 """Without a step, an announcement or a transfer for so long, the disk is idle: whole segments are written early."""
-EXTRA_CLEANINGS = 3
-"""So many more, at most, for each segment written to a log that is well over its limit."""
 
 
 class WriteBehind:
@@ -33,6 +31,7 @@ class WriteBehind:
         self._dirty_share = dirty_share
         self._latch = latch
         self._running: set[asyncio.Task[None]] = set()
+        self._cleaning: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
@@ -84,13 +83,12 @@ class WriteBehind:
             if job is None:
                 return
             self._running.add(asyncio.create_task(self._write(job)))
-            # One cleaning for each segment, beside its write: it frees at least the segment that the write took. Only
-            # a log well over its limit (segments written half full) is given more.
-            await self._clean(job.table)
-            for _ in range(EXTRA_CLEANINGS):
-                if not job.table.segments.far_over_limit():
-                    break
-                await self._clean(job.table)
+            self._clean(job.table)
+            # Cleaning goes on beside the writes, a step waits for none of it; only a log well over its limit waits.
+            while self._cleaning is not None and job.table.segments.far_over_limit():
+                await asyncio.wait([self._cleaning])
+                self._raise_failure()
+                self._clean(job.table)
 
     async def _land(self, most: int) -> None:
         """Wait until at most so many writes are under way.
@@ -101,8 +99,13 @@ class WriteBehind:
         while len(self._running) > most:
             ended, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             del ended
-            if self._failure is not None:
-                raise self._failure
+        if most == 0 and self._cleaning is not None:
+            await asyncio.wait([self._cleaning])
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     async def _write(self, job: WriteJob) -> None:
         try:
@@ -111,8 +114,17 @@ class WriteBehind:
             self._failure = self._failure or error
             self._latch(error)
 
-    async def _clean(self, table: Table) -> None:
+    def _clean(self, table: Table) -> None:
+        """Begin a cleaning of the table's log, where one is due and none is under way."""
+        if self._cleaning is not None and not self._cleaning.done():
+            return
         with self._access as books:
             job = books.next_clean(table)
-        if job is not None:
+        self._cleaning = None if job is None else asyncio.create_task(self._move(job))
+
+    async def _move(self, job: CleanJob) -> None:
+        try:
             await self._log.clean(job)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._latch(error)

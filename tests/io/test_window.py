@@ -118,10 +118,18 @@ def test_late_rows_are_bounded() -> None:
 
 
 def test_only_the_newest_hooks_are_kept() -> None:
-    window = Window(2, 1)
+    window = Window(2, 6)
     hooks = [add(window, Kind.HOOK, [k]) for k in range(5)]
     assert window.oldest_hooks(3) == hooks[:2]
     assert window.oldest_hooks(5) == []
+
+
+def test_the_rows_of_hooks_are_bounded_but_for_the_newest() -> None:
+    window = Window(9, 4)
+    hooks = [add(window, Kind.HOOK, [k, k + 1, k + 2]) for k in range(3)]
+    assert window.oldest_hooks(9) == hooks[:2]
+    hooks.append(add(window, Kind.HOOK, [*range(7)]))
+    assert window.oldest_hooks(9) == hooks[:3]
 
 
 def test_clearing_leaves_nothing() -> None:
