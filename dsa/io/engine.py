@@ -438,9 +438,10 @@ class Engine:
         """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""
         with self._public:
             self.check_open_or_failed()
-            if self._pipeline.failure is not None:
+            failed = self._pipeline.failure is not None
+            if failed:
                 self._pipeline.recover()
-            if self.decided and number == self.generation and self.steps_since_commit == 0:
+            elif self.decided and number == self.generation and self.steps_since_commit == 0:
                 return
             self._adopt(number)
 
