@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import device, device_fio, device_memmap, device_report, device_stages, readme
+from bench import device, device_files, device_fio, device_memmap, device_report, device_stages, readme
 from bench.device_backends import Rig
 from bench.device_files import (
     SECTOR_BYTES,
@@ -211,6 +211,11 @@ def test_the_counter_of_the_paths_device(tmp_path: Path) -> None:
     assert find_counter(tmp_path, tmp_path / "nowhere") is None
     with pytest.raises(KeyError, match="no device 'gone'"):
         read_sectors("gone", stats)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_files, "PAUSE_S", 0.0)
 
 
 class Disk:
