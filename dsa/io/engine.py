@@ -21,6 +21,7 @@ from dsa.errors import ClosedError, ConfigError, MismatchError, StateExistsError
 from dsa.io.backends import open_backend
 from dsa.io.cache import FRAME_OVERHEAD_BYTES, Frames, Rows
 from dsa.io.directory import Directory
+from dsa.io.disk_space import warn_of_place
 from dsa.io.jobs import Step, Table
 from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
@@ -95,6 +96,7 @@ class Engine:
         generations = pipeline.run(pipeline.open_generations(existing))
         self._specs = list(specs)
         self._lay_out()
+        warn_of_place(pipeline.directory.path, self._entries, pipeline.keep_generations, stacklevel=5)
         if generations.manifest is None:
             pipeline.run(generations.create(self._entries))
             self._adopt(0)
@@ -111,8 +113,10 @@ class Engine:
         """Make arenas and tables for the specs; the logs of new ones are not open yet."""
         books, generations = self._pipeline.books, self._pipeline.generations
         manifest = generations.manifest if generations is not None else None
-        segment_bytes = self._pipeline.config.segment_bytes
-        self._entries = entries_for(self._specs, manifest, segment_bytes, self.cache_bytes)
+        config = self._pipeline.config
+        self._entries = entries_for(
+            self._specs, manifest, config.segment_bytes, self.cache_bytes, grow=config.grow_tables
+        )
         tables, arenas = lay_out(self._specs, self._entries, self.cache_bytes, books.tables)
         with self._pipeline.access:
             books.forget_window()  # what was announced since the books were frozen is known to the old arenas only
@@ -125,8 +129,8 @@ class Engine:
         if generation is None:
             self._pipeline.generations.go_back(number)  # type: ignore[union-attr]  # raises: it is not there
             raise RuntimeError(f"generation {number} is not there")
-        check_match(self._pipeline.directory.path, self._specs, manifest, generation)
         pipeline = self._pipeline
+        check_match(pipeline.directory.path, self._specs, manifest, generation, grow=pipeline.config.grow_tables)
         for table, entry in zip(pipeline.books.tables, self._entries, strict=True):
             if table.file is None:
                 pipeline.open_log(table, entry, manifest.uuid)
@@ -195,7 +199,7 @@ class Engine:
         current = manifest.generation(generations.current) if generations and generations.current is not None else None
         entry = self._entries[-1]
         if current is not None and current.state(spec.name) is not None:
-            check_match(pipeline.directory.path, self._specs, manifest, current)
+            check_match(pipeline.directory.path, self._specs, manifest, current, grow=pipeline.config.grow_tables)
             pipeline.open_log(table, entry, manifest.uuid)
             pipeline.run(pipeline.load(current.number, [table]))
             table.in_generation = True
@@ -225,7 +229,11 @@ class Engine:
 
     def fingerprint_of(self, table: int) -> int | None:
         """The fingerprint of weights that came with the generation that the state descends from."""
-        generation = self._manifest().generation(self.generation if self.generation is not None else -1)
+        manifest, spec = self._manifest(), self._specs[table]
+        entry = manifest.entry(spec.name)
+        if entry is not None and entry.shape != spec.shape:
+            return None  # the table has grown: the rows that it was taken of are others now
+        generation = manifest.generation(self.generation if self.generation is not None else -1)
         state = generation.state(self._specs[table].name) if generation else None
         return state.fingerprint if state else None
 

@@ -55,7 +55,8 @@ class DiskSparseAdam(Optimizer):
         kernel: "auto", "exact", "fast" or "reference": how the update is carried out.
         staging: "auto", "on" or "off": the pinned double buffer for parameters on an accelerator.
         keep_generations: how many checkpoints handed out stay loadable, the newest; None: all, until `release`.
-        io: knobs of the I/O engine.
+        io: knobs of the I/O engine; with `IOConfig(grow_tables=True)` tables that have grown (more rows, of the same
+            width) are taken over, their new rows with zero moments.
 
     Raises:
         ConfigError: a value that cannot be meant (nothing was touched).
