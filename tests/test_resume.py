@@ -287,6 +287,79 @@ def test_shrunk_tables_are_refused_all_the_same(tmp_path: Path, twins: Twins) ->
         DiskSparseAdam(list(fewer.items()), state_dir=tmp_path / "s", existing="resume", io=IOConfig(grow_tables=True))
 
 
+# Lightning.
+
+
+def lightning_fit(lightning: Any, folder: Path, metric: list[float], **options: Any) -> list[Path]:
+    """Train an epoch per metric value with save_top_k=3; the files that are there at the end."""
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(100, 4, sparse=True)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.emb(batch).square().sum()
+
+        def on_train_epoch_end(self) -> None:
+            self.log("metric", metric[self.current_epoch])
+
+        def configure_optimizers(self) -> DiskSparseAdam:
+            return DiskSparseAdam(self.emb.named_parameters(), state_dir=folder / "state", **options)
+
+    callback = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=folder / "files", monitor="metric", mode="min", save_top_k=3, filename="{epoch}"
+    )
+    trainer = lightning.Trainer(
+        max_epochs=len(metric),
+        accelerator="cpu",
+        logger=False,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = torch.utils.data.DataLoader(torch.randint(0, 100, (24,)), batch_size=8)
+    module = Module()
+    trainer.fit(module, loader)
+    module.optimizers().optimizer.close()
+    return sorted((folder / "files").glob("*.ckpt"))
+
+
+def load_all(files: list[Path], folder: Path, **options: Any) -> list[int]:
+    """Load each file's optimizer state; the generations."""
+    found = []
+    for file in files:
+        saved = torch.load(file, weights_only=False)
+        param = nn.Parameter(saved["state_dict"]["emb.weight"])
+        with DiskSparseAdam([("weight", param)], state_dir=folder / "state", **options) as opt:
+            opt.load_state_dict(saved["optimizer_states"][0])
+            opt.moments("weight", range(100))
+            assert opt.state[param]["step"] == saved["global_step"]
+            found.append(opt.state[param]["generation"])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("metric", "keep"),
+    [([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0], 4), ([5.0, 4.0, 6.0, 1.0, 9.0, 8.0, 2.0, 9.0], None)],
+    ids=["it improves", "any"],
+)
+def test_lightning_with_save_top_k(tmp_path: Path, metric: list[float], keep: int | None) -> None:
+    lightning = pytest.importorskip("lightning")
+    files = lightning_fit(lightning, tmp_path, metric, keep_generations=keep)
+    assert len(files) == 3
+    assert len(set(load_all(files, tmp_path, keep_generations=keep))) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_file_whose_generation_is_gone(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    files = lightning_fit(lightning, tmp_path, [1.0, 2.0, 3.0, 4.0, 0.5, 0.4], keep_generations=1)
+    with pytest.raises(MismatchError, match=r"generation \d+ is not there, present are .*keep_generations"):
+        load_all(files, tmp_path, keep_generations=1)
+
+
 # The place of the directory.
 
 
