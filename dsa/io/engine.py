@@ -81,7 +81,6 @@ class Engine:
         self._commit_s = 0.0
         self._stepped = time.perf_counter()
         self.stage: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-        self.parts_warning: Callable[[int], None] = lambda cache_bytes: None
         try:
             self._open(specs, existing)
         except BaseException:
@@ -292,17 +291,20 @@ class Engine:
 
     # Stepping and reading.
 
-    def step(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> None:
+    def step(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> int:
         """Run one step: `update(table, positions, frames)` for all rows, in one call a table or in parts.
 
         Args:
             rows_by_table: sorted unique rows.
             update: called with positions into those rows, and their frames, leased.
             counts: the tables whose step count rises by one, those with no rows included.
-        """
-        self._run(rows_by_table, update, counts)
 
-    def _run(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> None:
+        Returns:
+            0; where the step was done in parts, the cache's bytes that would have avoided it.
+        """
+        return self._run(rows_by_table, update, counts)
+
+    def _run(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> int:
         with self._public:
             self.check_open()
             self.check_decided()
@@ -335,8 +337,7 @@ class Engine:
                 whole = True
             finally:
                 self._end(whole)
-        if step.in_parts:
-            self.parts_warning(self._needed_cache_bytes(rows_by_table))
+        return self._needed_cache_bytes(rows_by_table) if step.in_parts else 0
 
     def _size_reach(self, step: Step, waited_s: float) -> None:
         now = time.perf_counter()
@@ -408,8 +409,12 @@ class Engine:
 
     # Generations.
 
-    def checkpoint(self, fingerprints: Sequence[int | None], *, counted: bool = True) -> int:
-        """Commit, where a step came since the last commit; the generation's number."""
+    def checkpoint(self, fingerprints: Sequence[int | None], *, counted: bool = True, settle: bool = False) -> int:
+        """Commit, where a step came since the last commit; the generation's number.
+
+        Args:
+            counted: it is handed out to the user. That is on disk with the next commit, `close`, or `settle` at once.
+        """
         with self._public:
             self.check_open()
             self.check_decided()
@@ -419,6 +424,8 @@ class Engine:
             if self.steps_since_commit == 0 and not self._has_new_tables():
                 if counted:
                     generations.hand_out(generations.current)
+                if settle:
+                    pipeline.run(generations.settle())
                 return generations.current
             try:
                 number = pipeline.run(pipeline.checkpoint(self._entries, fingerprints, counted))

@@ -114,7 +114,6 @@ class DiskSparseAdam(Optimizer):
         self._books = Books(engine, kernel, TableDirectory(pairs))
         self._books.compile_s = compile_s
         self._books.unchecked_weights = existing == "resume"
-        engine.parts_warning = self._books.warn_parts
         engine.stage = torch.profiler.record_function
         self._refresh_state()
 
@@ -194,7 +193,7 @@ class DiskSparseAdam(Optimizer):
             chosen.update(books.engine.moments_array(number), frames, param, some_rows, values, hyper)
 
         try:
-            books.engine.step(rows, update, list(work))
+            books.warn_parts(books.engine.step(rows, update, list(work)))
         finally:
             for number in work:
                 self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
@@ -272,7 +271,7 @@ class DiskSparseAdam(Optimizer):
         books = self._books
         books.engine.check_open()
         books.engine.check_decided()
-        number = books.engine.checkpoint(books.fingerprints())
+        number = books.engine.checkpoint(books.fingerprints(), settle=True)
         self._refresh_state()
         return number
 
@@ -295,7 +294,8 @@ class DiskSparseAdam(Optimizer):
         if not books.engine.closed:
             books.engine.check_open()
             if books.engine.decided:
-                self.checkpoint()
+                books.engine.checkpoint(books.fingerprints())
+                self._refresh_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
