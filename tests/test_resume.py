@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -397,10 +398,16 @@ def test_the_file_system_is_found_out() -> None:
 # What a checkpoint writes.
 
 
-@pytest.mark.parametrize(("n_rows", "width", "dirty"), [(1_000_000, 16, 10_000)])
+FULL_SIZE = pytest.mark.skipif("DSA_FULL_SIZE" not in os.environ, reason="DSA_FULL_SIZE is not set: 2 GB of RAM, 40 s")
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "width", "dirty"),
+    [(1_000_000, 16, 10_000), pytest.param(10_000_000, 128, 100_000, marks=[FULL_SIZE, pytest.mark.slow])],
+)
 def test_a_checkpoint_writes_the_dirty_rows_and_an_index(tmp_path: Path, n_rows: int, width: int, dirty: int) -> None:
     param = nn.Parameter(torch.zeros(n_rows, width))
-    opt = DiskSparseAdam([("w", param)], state_dir=tmp_path / "s", cache=64 << 20, io=IOConfig(dirty_share=1.0))
+    opt = DiskSparseAdam([("w", param)], state_dir=tmp_path / "s", cache=dirty * 3000, io=IOConfig(dirty_share=1.0))
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         rows = torch.randperm(n_rows, generator=generator)[:dirty]
