@@ -39,7 +39,7 @@ class Books:
         return [fingerprint(table.parameter) for table in self.tables.tables]
 
     def warn_parts(self, cache_bytes: int) -> None:
-        """Warn, once, that a step was done in parts, which a cache of so many bytes would have avoided (0: it was not)."""
+        """Warn, once, that a step was done in parts (0: it was not); a cache of so many bytes would have avoided it."""
         if cache_bytes and not self.warned_parts:
             self.warned_parts = True
             warnings.warn(

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch._dynamo  # else the first optimizer's constructor imports it, and a traceback there keeps it alive
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
