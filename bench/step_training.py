@@ -169,6 +169,8 @@ class OnDisk:
     Args:
         cache: share of the rows (or of `in_use` ones) that have frames.
         depth: of lookahead.
+        existing: as DiskSparseAdam's.
+        in_use: the rows that will ever be looked up, sorted; None: all.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class OnDisk:
         kernel: str = "auto",
         backend: str = "auto",
         depth: int | None = None,
+        existing: str = "discard",
         in_use: NDArray[np.int64] | None = None,
     ) -> None:
         self.work = work
@@ -193,7 +196,7 @@ class OnDisk:
             work.tables,
             state_dir=directory,
             cache=int(cache * used * need) + 1,
-            existing="discard",
+            existing=existing,
             backend=backend,
             kernel=kernel,
             io=config,
