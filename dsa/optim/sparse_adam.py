@@ -239,14 +239,14 @@ class DiskSparseAdam(Optimizer):
 
         Args:
             loader: any iterable of batches; may be iterated again.
-            rows: `rows(batch)` gives what `announce` takes.
+            rows: `rows(batch)` gives what `announce` takes; None for a loader with `collate_with_rows`.
             depth: batches fetched ahead, 0 or more; None: up to 64, and as many of them held as hide the reads.
 
         Raises:
             ConfigError: `rows` or `depth` cannot be meant.
         """
         self._books.engine.check_open()
-        return Lookahead(loader, rows, self._books.announcer, depth)  # type: ignore[arg-type]
+        return Lookahead(loader, rows, self._books.announcer, depth)
 
     def watch(self, model: nn.Module) -> WatchHandle:
         """Let the embeddings in `model` announce what each forward pass looks up; acts at once.
