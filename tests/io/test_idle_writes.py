@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gated_backend import GatedBackend
+from gated_backend import LIMIT_S, GatedBackend
 
 import dsa.io.engine
 import dsa.io.writebehind
@@ -31,10 +31,10 @@ def make(path: Path, monkeypatch: pytest.MonkeyPatch, idle_s: float) -> tuple[Di
 def test_whole_segments_are_written_where_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opt, backend = make(tmp_path / "state", monkeypatch, 0.01)
     backend.await_completed("write", 2)
-    with opt:
-        figures = opt.statistics()
-        assert figures.rows_written == 6  # two whole segments; the seventh row waits for company
-        assert figures.dirty_frames == 1
+    pipeline = opt._books.engine._pipeline
+    with opt, pipeline.access.condition:
+        assert pipeline.access.condition.wait_for(lambda: pipeline.books.dirty_frames() == 1, LIMIT_S)
+        assert opt.statistics().rows_written == 6  # two whole segments; the seventh row waits for company
 
 
 def test_nothing_is_written_early_where_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
