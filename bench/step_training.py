@@ -28,6 +28,7 @@ _LEAST_LEAD = 4
 _MOST_HELD_SHARE = 0.5  # of the frames, that prefetch fills ahead of time
 MOST_LEAD = MOST_AHEAD + _LEAST_LEAD
 _MARGIN = 1.0
+_QUIET_S = 0.05
 
 
 class Work(Protocol):
@@ -243,9 +244,17 @@ class OnDisk:
         return min(max(dirty, held), MOST_LEAD)
 
     def settle(self) -> None:
-        """Let the device be: what is dirty is written, then nothing is left to be done behind."""
+        """Let the device be: what is dirty is written, what can be is brought in, nothing is left to be done behind."""
         pipeline = self.optimizer._books.engine._pipeline
         pipeline.run(pipeline.flush())
+        before = -1
+        while (moved := self._moved_bytes()) != before:
+            before = moved
+            time.sleep(_QUIET_S)
+
+    def _moved_bytes(self) -> int:
+        statistics = self.optimizer.statistics()
+        return statistics.read_bytes + statistics.write_bytes
 
     def close(self) -> None:
         """End it; the state is not committed."""
