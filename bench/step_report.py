@@ -175,6 +175,9 @@ def pictures(cases: Sequence[StepCase], prefix: Path) -> list[Path]:
     for axis, what in zip(axes, (ALONE, HIDDEN), strict=True):
         _lines(axis, [case for case in cases if case.what == what], "cache")
         axis.set(title=what, xlabel="cache, share of the rows", ylabel="us a row", xscale="log", yscale="log")
+        shares = sorted({case.cache for case in cases if case.what == what})
+        axis.set_xticks(shares, [f"{share:.0%}" for share in shares], minor=False)
+        axis.xaxis.minorticks_off()
     figure.savefig(named["cache"], dpi=110)
     pyplot.close(figure)
 
