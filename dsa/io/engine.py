@@ -222,6 +222,10 @@ class Engine:
         """The generation that the state descends from; None while that is undecided."""
         return self._pipeline.generations.current if self.decided and self._pipeline.generations else None
 
+    def spec_of(self, table: int) -> TableSpec:
+        """What the parameter was when its table was made."""
+        return self._specs[table]
+
     def steps_of(self, table: int) -> int:
         """The parameter's step count."""
         return self._pipeline.books.tables[table].step

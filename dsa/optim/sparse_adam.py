@@ -212,6 +212,7 @@ class DiskSparseAdam(Optimizer):
                         f"a parameter of shape {tuple(param.shape)} came into a group without add_param_group(); "
                         "add it through that"
                     )
+                parameters.check_unchanged(self._books.engine.spec_of(table.number), param)
                 gradient = unique_rows(table.name, param, bool(group.get("maximize", False)))
                 if gradient is not None:
                     work[table.number] = (group, gradient)
