@@ -192,7 +192,7 @@ def _gib(nbytes: int) -> str:
 def _ram_words(ram: dict[str, Any]) -> str:
     if not ram["signal"]:
         return f"not killed in {ram['steps']:,} steps"
-    return f"killed (signal {ram['signal']}) after step {ram['steps']:,}"
+    return f"killed (signal {ram['signal']}) in step {ram['steps'] + 1:,}"
 
 
 def held(found: dict[str, Any]) -> bool:

@@ -606,7 +606,7 @@ def test_the_headline_holds_only_where_sparse_adam_was_killed_for_memory(
     assert found["ram"] == {"steps": 37 if exit_status else 4, "signal": -exit_status}
     assert headline.held(found) == shown
     table = headline.markdown(found)
-    assert ("killed (signal 9) after step 37" in table) == shown
+    assert ("killed (signal 9) in step 38" in table) == shown
     assert "| zipf 0.9 | 200,000 rows/s, 60% of them in cache |" in table
     assert "| uniform | 1,000 | **3,000** (3.0 times) | 500 (90% read from disk) |" in table
     assert list(tmp_path.iterdir()) == []
