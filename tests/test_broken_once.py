@@ -54,3 +54,20 @@ def test_a_parameter_that_changed_is_refused_not_written_past_its_records(tmp_pa
         param.grad, param.data = None, data
         assert torch.equal(optimizer.moments("emb", [1])["exp_avg"], moments["exp_avg"])
         step(optimizer)
+
+
+def test_a_lock_that_an_interrupt_left_behind_is_let_go_and_told_of(tmp_path: Path) -> None:
+    optimizer = DiskSparseAdam([("emb", table())], state_dir=tmp_path)
+    step(optimizer)
+    state_dict = optimizer.state_dict()
+    access = optimizer._books.engine._pipeline.access
+    access.__enter__()  # and the interrupt comes before the `with` it belongs to has begun, or as it ends
+    with pytest.raises(UsageError, match="an interrupt came while the engine kept its books"):
+        optimizer.step()
+    optimizer.load_state_dict(state_dict)
+    step(optimizer)
+    access.__enter__()
+    with pytest.raises(UsageError, match="an interrupt came"):
+        optimizer.close()
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as again:
+        again.load_state_dict(state_dict)

@@ -247,6 +247,7 @@ class Engine:
     def check_open(self) -> None:
         """Raise where nothing can be done: in a forked child, after close(), after a failure."""
         self._pipeline.raise_if_forked()
+        self._pipeline.access.let_go()
         if self.closed:
             raise ClosedError(f"the optimizer of {self.path} was closed; make a new one with existing='resume'")
         self._pipeline.raise_failure()
@@ -254,6 +255,7 @@ class Engine:
     def check_open_or_failed(self) -> None:
         """Raise in a forked child and after close(); a failure may be mended by loading a generation."""
         self._pipeline.raise_if_forked()
+        self._pipeline.access.let_go()
         if self.closed:
             self.check_open()
 

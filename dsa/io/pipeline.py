@@ -320,6 +320,7 @@ class Pipeline:
         if self._stopped or os.getpid() != self.pid:
             return
         self._stopped = True
+        self.access.let_go()
         _alive.discard(self)
         ended = self.loop.stop(STOP_TIMEOUT_S)
         self.backend.shut_down(STOP_TIMEOUT_S)
