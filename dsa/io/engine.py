@@ -5,6 +5,7 @@ What an optimizer holds. The running half (pipeline.py) does not refer to it, so
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,13 +23,14 @@ from dsa.io.backends import open_backend
 from dsa.io.cache import FRAME_OVERHEAD_BYTES, Frames, Rows
 from dsa.io.directory import Directory
 from dsa.io.disk_space import warn_of_place
-from dsa.io.jobs import Step, Table
+from dsa.io.jobs import Step
 from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
 from dsa.io.statistics import Statistics
 from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
 from dsa.io.window import Kind
 
+_log = logging.getLogger("dsa")
 _WAITED_SHARE = 0.03  # of the time between two steps: more than this spent waiting calls for a longer reach
 Update = Callable[[int, NDArray[np.int64], Frames], None]
 
@@ -97,6 +99,8 @@ class Engine:
         self._lay_out()
         warn_of_place(pipeline.directory.path, self._entries, pipeline.keep_generations, stacklevel=5)
         if generations.manifest is None:
+            if existing == "resume":
+                _log.warning("%s holds no state to resume: starting anew", pipeline.directory.path)
             pipeline.run(generations.create(self._entries))
             self._adopt(0)
         elif existing == "resume":
@@ -169,36 +173,39 @@ class Engine:
             books.forget_window()
         pipeline.await_quiet()
 
-    def add_table(self, spec: TableSpec) -> None:
-        """Take one more table; the cache is divided anew, so what is in frames is written first."""
+    def add_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Take more tables, all or none; the cache is divided anew, so what is in frames is written first."""
         with self._public:
             self.check_open()
             pipeline = self._pipeline
             if self.decided:
                 pipeline.run(pipeline.flush())
             self._stand_still()
-            self._specs.append(spec)
+            known = len(self._specs)
+            self._specs.extend(specs)
             try:
                 self._lay_out()
                 if self.decided:
-                    self._settle_new(pipeline.books.tables[-1], spec)
+                    for number in range(known, len(self._specs)):
+                        self._settle_new(number)
             except BaseException:
-                self._specs.pop()
-                self._entries.pop()
-                pipeline.books.tables.pop()
+                for table in pipeline.books.tables[known:]:
+                    if table.file is not None:
+                        pipeline.backend.close(table.file)
+                del self._specs[known:], self._entries[known:], pipeline.books.tables[known:]
                 raise
             finally:
                 with pipeline.access as books:
                     books.frozen = False
 
-    def _settle_new(self, table: Table, spec: TableSpec) -> None:
+    def _settle_new(self, number: int) -> None:
         """Open the log of a table that came late: as its generation has it, or empty."""
         pipeline, manifest = self._pipeline, self._manifest()
+        table, spec, entry = pipeline.books.tables[number], self._specs[number], self._entries[number]
         generations = pipeline.generations
         current = manifest.generation(generations.current) if generations and generations.current is not None else None
-        entry = self._entries[-1]
         if current is not None and current.state(spec.name) is not None:
-            check_match(pipeline.directory.path, self._specs, manifest, current, grow=pipeline.config.grow_tables)
+            check_match(pipeline.directory.path, [spec], manifest, current, grow=pipeline.config.grow_tables)
             pipeline.open_log(table, entry, manifest.uuid)
             pipeline.run(pipeline.load(current.number, [table]))
             table.in_generation = True
