@@ -12,7 +12,7 @@ from parity_rig import sparse
 from torch import Tensor, nn
 
 from dsa import DiskSparseAdam
-from dsa.errors import UsageError
+from dsa.errors import ConfigError, MismatchError, UsageError
 
 ROWS, WIDTH = 20, 4
 
@@ -71,3 +71,74 @@ def test_a_lock_that_an_interrupt_left_behind_is_let_go_and_told_of(tmp_path: Pa
         optimizer.close()
     with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as again:
         again.load_state_dict(state_dict)
+
+
+def test_a_group_whose_second_table_is_refused_leaves_nothing_of_its_first(tmp_path: Path) -> None:
+    pairs = [(name, table()) for name in "abc"]
+    with DiskSparseAdam(pairs, state_dir=tmp_path) as optimizer:
+        step(optimizer)
+    with DiskSparseAdam(pairs[:1], state_dir=tmp_path, existing="resume") as optimizer:
+        with pytest.raises(MismatchError, match="'c'"):
+            optimizer.add_param_group({"params": [pairs[1], ("c", table(WIDTH + 1))]})
+        optimizer.add_param_group({"params": [("new", table())]})  # no generation has it
+        optimizer.add_param_group({"params": pairs[1:]})
+        step(optimizer)
+        steps = {entry["table"]: entry["step"] for entry in optimizer.state.values()}
+        assert steps == {"a": 2, "b": 2, "c": 2, "new": 1}
+        optimizer.checkpoint()
+        assert float(optimizer.moments("c", [1])["exp_avg"][0, 0]) == pytest.approx(0.19)
+
+
+MEND: dict[str, dict[str, Any]] = {
+    "step NaN": {"step": float("nan")},
+    "step negative": {"step": -3},
+    "step a fraction": {"step": 1.5},
+    "step None": {"step": None},
+    "moment a list": {"exp_avg": [1.0]},
+    "moment sparse": {"exp_avg": torch.zeros(ROWS, WIDTH).to_sparse()},
+    "moment without data": {"exp_avg": torch.zeros(ROWS, WIDTH, device="meta")},
+    "moment complex": {"exp_avg_sq": torch.zeros(ROWS, WIDTH, dtype=torch.complex64)},
+}
+
+
+@pytest.mark.parametrize("what", MEND)
+def test_a_damaged_state_dict_of_sparse_adam_is_refused_before_anything_is_replaced(tmp_path: Path, what: str) -> None:
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as optimizer:
+        step(optimizer)
+        before = optimizer.export_state_dict()
+        damaged = optimizer.export_state_dict()
+        assert before is not None
+        assert damaged is not None
+        damaged["state"][0].update(MEND[what])
+        with pytest.raises(MismatchError, match=f"{next(iter(MEND[what]))} of 'emb' must be"):
+            optimizer.load_state_dict(damaged)
+        after = optimizer.export_state_dict()
+        assert after is not None
+        assert after["state"][0]["step"] == 1
+        assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("change", [{"generation": 1.5}, {"generation": "1"}, None])
+def test_a_damaged_state_dict_is_refused(tmp_path: Path, change: dict[str, Any] | None) -> None:
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as optimizer:
+        step(optimizer)
+        state_dict = optimizer.state_dict()
+        state_dict["state"] = {0: change and {**state_dict["state"][0], **change}}
+        with pytest.raises(MismatchError, match="it is damaged"):
+            optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("name", ["\ud800", 1])
+def test_a_name_that_no_file_can_hold_is_refused_before_the_disk_is_touched(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(ConfigError, match="name must be a str"):
+        DiskSparseAdam([(name, table())], state_dir=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("rows", [torch.ones(2, dtype=torch.int64).to_sparse(), torch.empty(1, device="meta")])
+def test_tensors_that_are_no_list_of_rows_are_refused(tmp_path: Path, rows: Tensor) -> None:
+    with (
+        DiskSparseAdam([("emb", table())], state_dir=tmp_path) as optimizer,
+        pytest.raises(ConfigError, match="rows of 'emb' must be integers"),
+    ):
+        optimizer.announce({"emb": rows})
