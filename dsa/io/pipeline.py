@@ -75,6 +75,7 @@ class Pipeline:
         self.wait_s = 0.0
         self._ended: deque[int] = deque()  # tickets whose end was called out of a garbage collection
         self._stopped = False
+        self._unwaited: concurrent.futures.Future[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.run(self._start())
         _alive.add(self)
@@ -97,8 +98,15 @@ class Pipeline:
         return self.loop.submit(coroutine)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and wait for it."""
-        return self.submit(coroutine).result()
+        """Run a coroutine on the loop and wait for it. Interrupted, it goes on; see `await_interrupted`."""
+        self._unwaited = self.submit(coroutine)
+        result: _T = self._unwaited.result()
+        return result
+
+    def await_interrupted(self) -> None:
+        """Wait until what an interrupt left running has ended: a step beside a checkpoint would be half in it."""
+        if self._unwaited is not None and not self._unwaited.done():
+            concurrent.futures.wait([self._unwaited])
 
     def wake(self) -> None:
         """Let the tasks look again at what there is to do, for training has moved on; from any thread."""
@@ -337,6 +345,8 @@ class Pipeline:
             if table.file is not None:
                 with contextlib.suppress(DeviceError):
                     self.backend.close(table.file)
+        for arena in self.books.arenas:  # now, not when a garbage collection has come twice
+            arena.let_go()
         self.directory.unlock()
 
     def _let_go_late(self) -> None:
