@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,3 +145,66 @@ def test_tensors_that_are_no_list_of_rows_are_refused(tmp_path: Path, rows: Tens
         pytest.raises(ConfigError, match="rows of 'emb' must be integers"),
     ):
         optimizer.announce({"emb": rows})
+
+
+def test_a_step_after_an_interrupted_checkpoint_is_not_in_its_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as optimizer:
+        step(optimizer)
+        writebehind = optimizer._books.engine._pipeline._writebehind
+        drain = writebehind.drain
+        entered, go_on = threading.Event(), threading.Event()
+
+        async def held_back() -> None:
+            entered.set()
+            await asyncio.to_thread(go_on.wait)
+            await drain()
+
+        def interrupted(future: concurrent.futures.Future[Any], timeout: float | None = None) -> Any:
+            entered.wait()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writebehind, "drain", held_back)
+            patch.setattr(concurrent.futures.Future, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.checkpoint()
+        stepping = threading.Thread(target=step, args=(optimizer,))
+        stepping.start()
+        stepping.join(0.1)  # however long: the step ends only after the checkpoint
+        assert stepping.is_alive()
+        go_on.set()
+        stepping.join()
+        manifest = optimizer._books.engine._manifest()
+        assert [(g.number, g.tables[0].step) for g in manifest.generations if g.number] == [(1, 1)]
+        assert optimizer.checkpoint() == 2
+
+
+def test_loading_that_is_interrupted_can_be_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    param = table()
+    with DiskSparseAdam([("emb", param)], state_dir=tmp_path) as optimizer:
+        step(optimizer)
+        state_dict, weights = optimizer.state_dict(), param.detach().clone()
+        step(optimizer)
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        pipeline = optimizer._books.engine._pipeline
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "await_quiet", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(state_dict)
+        assert not pipeline.books.frozen
+        step(optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(state_dict)
+        with pytest.raises(UsageError, match=r"loading generation 1 .* was interrupted; load it again"):
+            optimizer.step()
+        param.data.copy_(weights)
+        optimizer.load_state_dict(state_dict)
+        step(optimizer)
+        assert [entry["step"] for entry in optimizer.state.values()] == [2]

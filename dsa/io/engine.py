@@ -143,8 +143,10 @@ class Engine:
                 books.reset()
             try:
                 pipeline.run(pipeline.load(number, pipeline.books.tables))
-            except Exception as error:
+            except BaseException as error:
                 # The index in memory is of no use now; another generation may still be loaded over it.
+                if not isinstance(error, Exception):
+                    error = UsageError(f"loading generation {number} of {self.path} was interrupted; load it again")
                 pipeline.latch_until_load(error)
                 raise
         finally:
@@ -168,10 +170,15 @@ class Engine:
     def _stand_still(self) -> None:
         """Freeze the bookkeeping, forget the window and wait until nothing is in flight."""
         pipeline = self._pipeline
-        with pipeline.access as books:
-            books.frozen = True
-            books.forget_window()
-        pipeline.await_quiet()
+        pipeline.await_interrupted()
+        try:
+            with pipeline.access as books:
+                books.frozen = True
+                books.forget_window()
+            pipeline.await_quiet()
+        except BaseException:  # an interrupt, or a failure: nothing is replaced
+            pipeline.books.frozen = False
+            raise
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Take more tables, all or none; the cache is divided anew, so what is in frames is written first."""
@@ -324,6 +331,7 @@ class Engine:
             if self.steps_since_commit == 0:
                 self._refuse_unclaimed()
             pipeline = self._pipeline
+            pipeline.await_interrupted()
             waits_before, counted, whole = pipeline.wait_s, False, False
             try:
                 with pipeline.access as books:
