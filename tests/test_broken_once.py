@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dsa import DiskSparseAdam
 from dsa.errors import ConfigError, MismatchError, UsageError
+from dsa.io.access import Access
 
 ROWS, WIDTH = 20, 4
 
@@ -208,3 +209,45 @@ def test_loading_that_is_interrupted_can_be_done_again(tmp_path: Path, monkeypat
         optimizer.load_state_dict(state_dict)
         step(optimizer)
         assert [entry["step"] for entry in optimizer.state.values()] == [2]
+
+
+def test_an_interrupt_on_the_edge_of_the_lock_leaves_no_rows_that_nobody_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as optimizer:
+        pipeline = optimizer._books.engine._pipeline
+        next_new, leave = pipeline.books.next_new, Access.__exit__
+        taken: list[object] = []
+
+        def note() -> Any:
+            job = next_new()
+            taken.extend([job] if job is not None else [])
+            return job
+
+        def interrupted(access: Access, *how: Any) -> None:
+            leave(access, *how)
+            if taken:
+                taken.clear()
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline.books, "next_new", note)
+            patch.setattr(Access, "__exit__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step(optimizer)
+        step(optimizer)  # the same rows, and it ends
+
+
+def test_an_interrupt_in_a_wait_that_has_not_the_lock_again_is_told_as_it_is(tmp_path: Path) -> None:
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path) as optimizer:
+        access = optimizer._books.engine._pipeline.access
+
+        def interrupted() -> None:
+            access.condition.release()
+            raise KeyboardInterrupt
+
+        access.condition.wait = interrupted  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt), access:
+            access.wait()
+        del access.condition.wait
+        step(optimizer)

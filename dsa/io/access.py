@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -56,7 +57,8 @@ class Access:
                 )
             self._harmless = None
         finally:
-            self.condition.release()
+            with contextlib.suppress(RuntimeError):  # an interrupt in wait() before it had taken the lock again
+                self.condition.release()
 
     def wait(self) -> None:
         """Wait, inside `with`, until something has changed; an interrupt while waiting harms nothing."""

@@ -196,23 +196,25 @@ class Pipeline:
         began = time.perf_counter()
         try:
             while True:
-                with self.access as books:
-                    self.raise_failure()
-                    books.bring()
-                    job = books.next_new()
-                    if job is None:
-                        positions = books.ready(piece)
-                        if positions is not None:
-                            frames = piece.frames[positions]
-                            return positions, books.lease(piece, positions) if step.lasting else frames
-                        self.wake()
-                        self.access.wait()
-                        continue
+                job = None
                 try:
+                    with self.access as books:
+                        self.raise_failure()
+                        books.bring()
+                        job = books.next_new()
+                        if job is None:
+                            positions = books.ready(piece)
+                            if positions is not None:
+                                frames = piece.frames[positions]
+                                return positions, books.lease(piece, positions) if step.lasting else frames
+                            self.wake()
+                            self.access.wait()
+                            continue
                     self.log.fill_new(job)
                 except BaseException:  # an interrupt: whoever needs the rows next does it
-                    with self.access:
-                        job.begun = False
+                    if job is not None:
+                        with self.access:
+                            job.begun = False
                     raise
         finally:
             self.wait_s += time.perf_counter() - began
