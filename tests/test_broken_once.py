@@ -251,3 +251,16 @@ def test_an_interrupt_in_a_wait_that_has_not_the_lock_again_is_told_as_it_is(tmp
             access.wait()
         del access.condition.wait
         step(optimizer)
+
+
+@pytest.mark.parametrize("cache", [1, 200])
+def test_the_cache_that_a_warning_advises_is_enough(tmp_path: Path, cache: int) -> None:
+    rows = tuple(range(ROWS))
+    with (
+        DiskSparseAdam([("emb", table())], state_dir=tmp_path / "tiny", cache=cache) as optimizer,
+        pytest.warns(UserWarning, match="cache=") as told,
+    ):
+        step(optimizer, rows)
+    advised = int(str(told[0].message).split("cache=")[1].split()[0])
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path / "advised", cache=advised) as optimizer:
+        step(optimizer, rows)  # a warning is an error here

@@ -401,7 +401,9 @@ class Engine:
             arena = self._pipeline.books.tables[number].arena
             needed[id(arena)] = needed.get(id(arena), 0) + len(rows)
         shares = [needed[id(arena)] / arena.n_frames for arena in self._pipeline.books.arenas if id(arena) in needed]
-        return int(self.cache_bytes * max(shares)) + FRAME_OVERHEAD_BYTES
+        arenas = self._pipeline.books.arenas  # of a tiny cache they hold more: one frame each at least
+        held = sum(arena.n_frames * (arena.memory.shape[1] + FRAME_OVERHEAD_BYTES) for arena in arenas)
+        return int(max(self.cache_bytes, held) * max(shares)) + FRAME_OVERHEAD_BYTES
 
     def read(self, table: int, rows: Rows, out: NDArray[np.uint8]) -> None:
         """Copy the rows' records (bytes [n, record_bytes]) to `out`; rows are sorted and unique."""
