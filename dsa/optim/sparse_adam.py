@@ -136,11 +136,11 @@ class DiskSparseAdam(Optimizer):
         try:
             pairs = parameters.named(self.param_groups)
             known = len(books.tables.tables)
-            for name, param in pairs[known:]:
+            for _, param in pairs[known:]:
                 kernels.choose_kernel(books.kernel, param)
                 kernels.warm_up(kernels.choose_kernel(books.kernel, param), param.dtype)
                 gradients.warm_up(param.dtype)
-                books.engine.add_table(parameters.spec(name, param))
+            books.engine.add_tables([parameters.spec(name, param) for name, param in pairs[known:]])
             books.use_tables(pairs)
         except BaseException:
             del self.param_groups[before:]
