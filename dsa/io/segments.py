@@ -213,10 +213,11 @@ class Segments:
     # Cleaning.
 
     def limit_segments(self) -> int:
-        """How many segments the log may have before cleaning must give some back: twice the live records, and some."""
+        """How many segments the log may have before cleaning must give some back: nearly twice the live records, and
+        some. What is missing to twice is room for segments that fell empty and wait for reads to end (rule 5)."""
         live_bytes = self.live_records * self.layout.record_bytes
         spare = 4 + CLEANING_RESERVE
-        return 2 * live_bytes // self.layout.segment_bytes + spare + self._retained_only()
+        return 19 * live_bytes // (10 * self.layout.segment_bytes) + spare + self._retained_only()
 
     def _retained_only(self) -> int:
         """Segments that hold nothing but what generations refer to: those wait for the generations to go."""
