@@ -71,6 +71,18 @@ class Staged:
             lambda states: states.count(State.READY) >= count and State.FILLING not in states, hurry=hurry
         )
 
+    def await_next(self) -> None:
+        """Wait until a batch is ready on the device; nothing is hurried where one is."""
+        staging = self.staging
+        condition = staging._access.condition
+        with condition:
+            for _ in range(2000):
+                if State.READY in staging.states():
+                    return
+                self.device.hurry()
+                condition.wait(0.01)
+        raise AssertionError(f"buffers are {staging.states()}")
+
     def check(self) -> None:
         """Every bit is equal, and nothing is left pinned."""
         self.twins.check()

@@ -233,10 +233,11 @@ def test_pageable_memory_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.M
             return super().host_block(nbytes)[0], False
 
     training = Staged(tmp_path, monkeypatch, 4, device=Pageable())
-    with pytest.warns(UserWarning, match="no pinned memory") as caught:
-        for batch in training.batches(4):
-            training.step(batch)
-    assert len([each for each in caught if "no pinned memory" in str(each.message)]) == 1
+    first, *others = training.batches(4)
+    with pytest.warns(UserWarning, match="no pinned memory"):
+        training.step(first)
+    for batch in others:
+        training.step(batch)  # a warning would be an error here
     training.check()
 
 

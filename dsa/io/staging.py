@@ -381,7 +381,7 @@ class Staging:
         self._await(lambda: all(each.state is not State.DRAINING for each in self._buffers))
 
     def stand_still(self) -> None:
-        """Drain, and give up what is staged ahead, until `resume`; what a failed step has left half-done is given up too."""
+        """Drain, and give up what is staged ahead, until `resume`; also what a failed step has left half-done."""
         self._paused = True
         if any(each.state is State.LEASED for each in self._buffers):
             self.device.finish()
