@@ -268,7 +268,7 @@ def _check_present(plan: Plan, writer: Child, present: list[int]) -> None:
 def _warm_up() -> None:
     """Everything that costs time once, before the first fork; no thread may be running then."""
     torch.set_num_threads(1)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call, unused-ignore]
     warm_up.warm_up()
     param = make_parameters(0)["emb.weight"]
     kernels.warm_up(kernels.choose_kernel("auto", param), param.dtype)

@@ -131,7 +131,7 @@ def oracle_digests(data_seed: int, steps: int) -> list[tuple[str, str]]:
     found = [(weights_digest(params), digest(tensors()))]
     for step in range(steps):
         set_gradients(params, data_seed, step)
-        opt.step()  # type: ignore[no-untyped-call]
+        opt.step()  # type: ignore[no-untyped-call, unused-ignore]
         found.append((weights_digest(params), digest(tensors())))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ MIB = 1 << 20
 SECTOR_BYTES = 512
 TOLERANCE = 0.02
 TRIES = 8
+PAUSE_S = 0.1
 _CHUNK_BYTES = 8 * MIB
 
 
@@ -114,7 +116,7 @@ class ReadCheck:
         if self.sectors is None:
             return take()
         expected = counted = 0
-        for _ in range(TRIES):
+        for number in range(TRIES):
             before, earlier = self.sectors(), asked() if asked else 0
             sample = take()
             counted = (self.sectors() - before) * SECTOR_BYTES
@@ -124,6 +126,7 @@ class ReadCheck:
                 self.worst = max(self.worst, abs(counted - expected) / max(expected, 1))
                 return sample
             self.repeated += 1
+            time.sleep(PAUSE_S * 2**number)  # whatever else reads may come to its end
         raise ReadsDiffer(
             f"{what}: {expected:,} bytes were asked for, the device read {counted:,} ({TRIES} times in a row they were "
             f"more than {TOLERANCE:.0%} apart): fewer: a cache answered; more: something else uses the disk"

@@ -15,10 +15,12 @@ from bench.device_samples import Sample
 ENGINES = ("io_uring", "libaio", "psync")
 """Best first; the first that works here is used."""
 
-# What takes fio least time and processor: requests and answers in batches, memory and file registered once, no time
-# stamp of each request. At shallow depths no batches.
-_LEAN = ("--gtod_reduce=1", "--scramble_buffers=0", "--norandommap=1", "--randrepeat=0", "--allow_file_create=0")
+_ALWAYS = ("--scramble_buffers=0", "--norandommap=1", "--randrepeat=0", "--allow_file_create=0")
 _QUICK_START = ("--clocksource=clock_gettime", "--disk_util=0")  # measuring its clock takes fio longer than our jobs
+# What costs fio the least processor time: requests and answers in batches, no time stamp of each, memory and file
+# registered once.
+_TUNED = ("--gtod_reduce=1",)
+_REGISTERED = ("--fixedbufs=1", "--registerfiles=1")
 _BATCH = 32
 _TIMEOUT_S = 300
 
@@ -31,6 +33,9 @@ class NoFio(Exception):
 class Fio:
     """The program, and the engine that works here.
 
+    Args:
+        tuned: with the options that cost it the least processor time, instead of their defaults.
+
     Raises:
         NoFio: (by `find`) there is no fio, or none of the engines works.
     """
@@ -38,6 +43,7 @@ class Fio:
     program: str
     engine: str
     version: str
+    tuned: bool = False
 
     @classmethod
     def find(cls, file: Path, direct: bool) -> Fio:
@@ -73,14 +79,16 @@ class Fio:
             f"--iodepth={depth}",
             f"--direct={int(direct)}",
             "--output-format=json",
-            *_LEAN,
+            *_ALWAYS,
             *_QUICK_START,
         ]
         if "read" in what:
             command.append("--readonly")
-        if self.engine == "io_uring":
-            command += ["--fixedbufs=1", "--registerfiles=1"]
-        if depth >= 2 * _BATCH:
+        if self.tuned:
+            command += _TUNED
+        if self.tuned and self.engine == "io_uring":
+            command += _REGISTERED
+        if self.tuned and depth >= 2 * _BATCH:
             command += [f"--iodepth_batch_submit={_BATCH}", f"--iodepth_batch_complete_min={_BATCH}"]
             command.append(f"--iodepth_batch_complete_max={depth}")
         if drain_every:

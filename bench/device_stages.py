@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import device_rivals
@@ -16,7 +16,7 @@ from bench.device_backends import Rig
 from bench.device_files import MIB, ReadCheck, drop_cache, write_file
 from bench.device_fio import Fio, NoFio
 from bench.device_optimizer import RECORD_BYTES, Appends, SteadyUpdates
-from bench.device_samples import APPEND, KIB, MEMMAP, READ, STEADY, WAYS, WRITE, Case, Sample
+from bench.device_samples import APPEND, KIB, MAIN_RECORD_BYTES, MEMMAP, READ, STEADY, WAYS, WRITE, Case, Sample
 from bench.device_scale import Scale
 from bench.memory_limit import CannotLimit, MemoryLimit
 from dsa.config import IOConfig
@@ -127,19 +127,27 @@ class Stages:
         rows = max(min(scale.batch_rows, scale.batch_bytes // record_bytes), 1)
         return rows, scale.batches
 
-    def _fio_way(self, what: str, record_bytes: int, batch_rows: int, batches: int) -> Callable[[], Sample]:
-        fio = self.fio
-        if fio is None:
+    def _fio_way(
+        self, what: str, record_bytes: int, batch_rows: int, batches: int, *, tuned: bool = False
+    ) -> Callable[[], Sample]:
+        if self.fio is None:
             raise RuntimeError("there is no fio here")
-        return lambda: fio.run(
-            self.file,
-            what,
-            record_bytes=record_bytes,
-            count=batch_rows * batches,
-            depth=self.config.queue_depth,
-            direct=self.direct,
-            drain_every=batch_rows,
-        )
+        fio = replace(self.fio, tuned=tuned)
+
+        def job() -> Sample:
+            return fio.run(
+                self.file,
+                what,
+                record_bytes=record_bytes,
+                count=batch_rows * batches,
+                depth=self.config.queue_depth,
+                direct=self.direct,
+                drain_every=batch_rows,
+            )
+
+        if "read" in what and self.direct:
+            return self._checked(f"{'tuned ' if tuned else ''}fio, {what}, {record_bytes} B", job)
+        return job
 
     def random(self, what: str, record_bytes: int, rigs: Mapping[str, Rig]) -> None:
         """Records of one size at random places, by every backend and by fio."""
@@ -153,8 +161,10 @@ class Stages:
             )
         if self.fio is not None:
             unit = max(rig.request_bytes(record_bytes) for rig in rigs.values())
-            job = self._fio_way("randread" if what == READ else "randwrite", unit, batch_rows, batches)
-            ways["fio"] = self._checked(f"fio, {what}, {unit} B", job) if what == READ and self.direct else job
+            job = "randread" if what == READ else "randwrite"
+            ways["fio"] = self._fio_way(job, unit, batch_rows, batches)
+            if what == READ and record_bytes == MAIN_RECORD_BYTES:
+                ways["fio, tuned"] = self._fio_way(job, unit, batch_rows, batches, tuned=True)
         self._in_turns(Case(what, record_bytes), ways)
 
     def _rig_way(self, what: str, rig: Rig, record_bytes: int, rows: int, batches: int) -> Callable[[], Sample]:
@@ -254,8 +264,7 @@ class Stages:
                 "dsa": lambda: self.check.measure("steady updates", update, asked) if self.direct else update()
             }
             if self.fio is not None:
-                job = self._fio_way("randread", RECORD_BYTES, scale.steady_batch_rows, scale.steady_steps)
-                ways["fio reads"] = self._checked("fio, reads beside updates", job) if self.direct else job
+                ways["fio reads"] = self._fio_way("randread", RECORD_BYTES, scale.steady_batch_rows, scale.steady_steps)
             self._in_turns(Case(STEADY, RECORD_BYTES), ways)
             self.steady_figures = updates.figures()
         shutil.rmtree(directory)

@@ -165,7 +165,7 @@ def run_epoch(
     for batch in batches:
         optimizer.zero_grad()
         loss = batch_loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         size = len(batch.head)
         total += loss.item() * size

@@ -26,6 +26,14 @@ class CannotLimit(Exception):
     """No memory cgroup can be made here; the message says why."""
 
 
+class ProgramFailed(RuntimeError):
+    """A program under the limit ended with an exit status other than 0 (below 0: the signal that killed it)."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
 @dataclass(frozen=True)
 class Hierarchy:
     """Where memory is accounted.
@@ -140,7 +148,8 @@ class MemoryLimit:
         """Run a program in the group from its first page on; what it printed.
 
         Raises:
-            RuntimeError: it failed, or did not end in time (then it was killed); with what it said.
+            ProgramFailed: it failed; with what it said.
+            RuntimeError: it did not end in time (then it was killed).
         """
         # The shell enters the group and becomes the program, so that all the program's memory is counted there.
         entering = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.group / "cgroup.procs"), *command]
@@ -150,7 +159,10 @@ class MemoryLimit:
             raise RuntimeError(f"{command[0]} did not end within {timeout_s:g} s under the memory limit") from error
         if ended.returncode:
             said = ended.stderr.strip()[-500:] or "nothing"
-            raise RuntimeError(f"{command[0]} failed under the memory limit: exit {ended.returncode}, it said: {said}")
+            raise ProgramFailed(
+                f"{command[0]} failed under the memory limit: exit {ended.returncode}, it said: {said}",
+                ended.returncode,
+            )
         return ended.stdout
 
     def remove(self) -> None:

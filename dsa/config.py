@@ -50,6 +50,8 @@ class IOConfig:
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
             as few as hide the reads, in at most half the cache.
         dirty_share: write-behind starts when dirty frames are more than this share of the cache.
+        grow_tables: a parameter may have more rows than its table on disk: those that were added begin with zero
+            moments. Otherwise that is refused.
         uvloop: run the event loop on uvloop where it is installed.
         stall_timeout_s: a device that answers nothing for so long is an error.
         probe: a probe of the device, or the file in which `dsa probe --json` saved one: queue_depth, merge_gap_bytes,
@@ -70,6 +72,7 @@ class IOConfig:
     known_rows: int = 1 << 20
     held_batches: int | None = None
     dirty_share: float = 0.25
+    grow_tables: bool = False
     uvloop: bool = True
     stall_timeout_s: float = 60.0
     probe: str | Path | Probe | None = None

@@ -86,6 +86,7 @@ class Training(RuleBasedStateMachine):
             self.unsettled.clear()
         if counted and generation not in self.handed_out:
             self.handed_out.append(generation)
+        self.handed_out = self.handed_out[-KEEP:]  # the others may be gone
 
     # Training.
 
@@ -284,6 +285,7 @@ class Training(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+@pytest.mark.timeout(600)  # for what hypothesis needs to shrink a failure
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:a step touches more rows than the cache has frames")
 @pytest.mark.filterwarnings("ignore:only .* of the rows that steps touched had been announced")

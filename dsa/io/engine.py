@@ -23,6 +23,7 @@ from dsa.io.backends import open_backend
 from dsa.io.cache import FRAME_OVERHEAD_BYTES, Frames, Rows
 from dsa.io.devices import open_device
 from dsa.io.directory import Directory
+from dsa.io.disk_space import warn_of_place
 from dsa.io.jobs import Step, Table
 from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
@@ -87,7 +88,6 @@ class Engine:
         self._commit_s = 0.0
         self._stepped = time.perf_counter()
         self.stage: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-        self.parts_warning: Callable[[int], None] = lambda cache_bytes: None
         try:
             self._open(specs, existing)
         except BaseException:
@@ -102,6 +102,7 @@ class Engine:
         generations = pipeline.run(pipeline.open_generations(existing))
         self._specs = list(specs)
         self._lay_out()
+        warn_of_place(pipeline.directory.path, self._entries, pipeline.keep_generations, stacklevel=5)
         if generations.manifest is None:
             pipeline.run(generations.create(self._entries))
             self._adopt(0)
@@ -118,8 +119,10 @@ class Engine:
         """Make arenas and tables for the specs; the logs of new ones are not open yet."""
         books, generations = self._pipeline.books, self._pipeline.generations
         manifest = generations.manifest if generations is not None else None
-        segment_bytes = self._pipeline.config.segment_bytes
-        self._entries = entries_for(self._specs, manifest, segment_bytes, self.cache_bytes)
+        config = self._pipeline.config
+        self._entries = entries_for(
+            self._specs, manifest, config.segment_bytes, self.cache_bytes, grow=config.grow_tables
+        )
         tables, arenas = lay_out(self._specs, self._entries, self.cache_bytes, books.tables)
         with self._pipeline.access:
             books.forget_window()  # what was announced since the books were frozen is known to the old arenas only
@@ -132,8 +135,8 @@ class Engine:
         if generation is None:
             self._pipeline.generations.go_back(number)  # type: ignore[union-attr]  # raises: it is not there
             raise RuntimeError(f"generation {number} is not there")
-        check_match(self._pipeline.directory.path, self._specs, manifest, generation)
         pipeline = self._pipeline
+        check_match(pipeline.directory.path, self._specs, manifest, generation, grow=pipeline.config.grow_tables)
         for table, entry in zip(pipeline.books.tables, self._entries, strict=True):
             if table.file is None:
                 pipeline.open_log(table, entry, manifest.uuid)
@@ -217,7 +220,7 @@ class Engine:
         current = manifest.generation(generations.current) if generations and generations.current is not None else None
         entry = self._entries[-1]
         if current is not None and current.state(spec.name) is not None:
-            check_match(pipeline.directory.path, self._specs, manifest, current)
+            check_match(pipeline.directory.path, self._specs, manifest, current, grow=pipeline.config.grow_tables)
             pipeline.open_log(table, entry, manifest.uuid)
             pipeline.run(pipeline.load(current.number, [table]))
             table.in_generation = True
@@ -241,13 +244,21 @@ class Engine:
         """The generation that the state descends from; None while that is undecided."""
         return self._pipeline.generations.current if self.decided and self._pipeline.generations else None
 
+    def spec_of(self, table: int) -> TableSpec:
+        """What the parameter was when its table was made."""
+        return self._specs[table]
+
     def steps_of(self, table: int) -> int:
         """The parameter's step count."""
         return self._pipeline.books.tables[table].step
 
     def fingerprint_of(self, table: int) -> int | None:
         """The fingerprint of weights that came with the generation that the state descends from."""
-        generation = self._manifest().generation(self.generation if self.generation is not None else -1)
+        manifest, spec = self._manifest(), self._specs[table]
+        entry = manifest.entry(spec.name)
+        if entry is not None and entry.shape != spec.shape:
+            return None  # the table has grown: the rows that it was taken of are others now
+        generation = manifest.generation(self.generation if self.generation is not None else -1)
         state = generation.state(self._specs[table].name) if generation else None
         return state.fingerprint if state else None
 
@@ -342,7 +353,7 @@ class Engine:
         update: Update,
         counts: Sequence[int],
         on_device: OnDevice | None = None,
-    ) -> None:
+    ) -> int:
         """Run one step: `update(table, positions, frames)` for all rows, in one call a table or in parts.
 
         Args:
@@ -350,12 +361,15 @@ class Engine:
             update: called with positions into those rows, and their frames, leased.
             counts: the tables whose step count rises by one, those with no rows included.
             on_device: the update of tables that are staged.
+
+        Returns:
+            0; where the step was done in parts, the cache's bytes that would have avoided it.
         """
-        self._run(rows_by_table, update, counts, on_device)
+        return self._run(rows_by_table, update, counts, on_device)
 
     def _run(
         self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int], on_device: OnDevice | None
-    ) -> None:
+    ) -> int:
         with self._public:
             self.check_open()
             self.check_decided()
@@ -399,8 +413,7 @@ class Engine:
                 whole = True
             finally:
                 self._end(whole)
-        if step.in_parts:
-            self.parts_warning(self._needed_cache_bytes(rows_by_table))
+        return self._needed_cache_bytes(rows_by_table) if step.in_parts else 0
 
     def _step_ahead(self, step: Step, on_device: OnDevice, count: Callable[[], None]) -> None:
         """Update what is staged for the step, and have the rest ready for going in parts."""
@@ -486,8 +499,12 @@ class Engine:
 
     # Generations.
 
-    def checkpoint(self, fingerprints: Sequence[int | None], *, counted: bool = True) -> int:
-        """Commit, where a step came since the last commit; the generation's number."""
+    def checkpoint(self, fingerprints: Sequence[int | None], *, counted: bool = True, settle: bool = False) -> int:
+        """Commit, where a step came since the last commit; the generation's number.
+
+        Args:
+            counted: it is handed out to the user. That is on disk with the next commit, `close`, or `settle` at once.
+        """
         with self._public:
             self.check_open()
             self.check_decided()
@@ -497,6 +514,8 @@ class Engine:
             if self.steps_since_commit == 0 and not self._has_new_tables():
                 if counted:
                     generations.hand_out(generations.current)
+                if settle:
+                    pipeline.run(generations.settle())
                 return generations.current
             try:
                 for staging in pipeline.stagings:
@@ -526,9 +545,10 @@ class Engine:
         """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""
         with self._public:
             self.check_open_or_failed()
-            if self._pipeline.failure is not None:
+            failed = self._pipeline.failure is not None
+            if failed:
                 self._pipeline.recover()
-            if self.decided and number == self.generation and self.steps_since_commit == 0:
+            elif self.decided and number == self.generation and self.steps_since_commit == 0:
                 return
             self._adopt(number)
 

@@ -35,6 +35,7 @@ class LoopThread:
 
     def __init__(self, name: str, *, use_uvloop: bool) -> None:
         self._loop = _new_loop(use_uvloop)
+        self._stopping = False
         self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
         self._thread.start()
 
@@ -59,9 +60,14 @@ class LoopThread:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> bool:
-        """Cancel what runs, end the loop and its thread; False where that takes longer than `timeout_s`."""
+        """Cancel what runs, end the loop and its thread; False where that takes longer than `timeout_s`.
+
+        Called again it only waits on: a second end would stop the loop under those that are being cancelled.
+        """
         if self._thread.is_alive():
-            self.call_soon(lambda: _cancel_all(self._loop))
+            if not self._stopping:
+                self._stopping = True
+                self.call_soon(lambda: _cancel_all(self._loop))
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

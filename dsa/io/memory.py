@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 PAGE_BYTES = 4096
-_MADV_DONTFORK = 10
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -32,18 +33,27 @@ class _Mapping:
         libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        if address == _MAP_FAILED or address is None:
+        huge = sys.platform == "linux" and nbytes >= HUGE_PAGE_BYTES
+        mapped = nbytes + HUGE_PAGE_BYTES if huge else nbytes
+        start = libc.mmap(None, mapped, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if start == _MAP_FAILED or start is None:
             raise MemoryError(f"no {nbytes} bytes of memory: {os.strerror(ctypes.get_errno())}")
+        address = start
         if sys.platform == "linux":
-            libc.madvise(address, nbytes, _MADV_DONTFORK)
+            libc.madvise(start, mapped, _MADV_DONTFORK)
+        if huge:
+            # The device is handed few large pieces instead of many small ones, and random frames miss no table of
+            # pages. What lies before the first whole huge page is never touched. Where huge pages are off, nothing
+            # changes.
+            address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            libc.madvise(address, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _MADV_HUGEPAGE)
         self.__array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
             "typestr": "|u1",
             "data": (address, False),
             "version": 3,
         }
-        weakref.finalize(self, _unmap, libc, address, nbytes, os.getpid()).atexit = False
+        weakref.finalize(self, _unmap, libc, start, mapped, os.getpid()).atexit = False
 
 
 def _unmap(libc: ctypes.CDLL, address: int, nbytes: int, owner: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,18 +47,24 @@ class TableSpec:
 
 
 def entries_for(
-    specs: Sequence[TableSpec], manifest: Manifest | None, segment_bytes: int | None, cache_bytes: int
+    specs: Sequence[TableSpec],
+    manifest: Manifest | None,
+    segment_bytes: int | None,
+    cache_bytes: int,
+    *,
+    grow: bool = False,
 ) -> list[TableEntry]:
     """The tables as the manifest describes them, or, those that it does not know, as it will.
 
     Args:
         segment_bytes: size of new tables' segments; None: chosen by the size of table and cache.
+        grow: a table may have more rows than the manifest says, all of them never written.
     """
     entries: list[TableEntry] = []
     for spec in specs:
         known = manifest.entry(spec.name) if manifest is not None else None
         if known is not None:
-            entries.append(known)
+            entries.append(replace(known, shape=spec.shape) if grow and _has_grown(spec, known) else known)
             continue
         record_bytes = spec.record.record_bytes
         wanted = segment_bytes or choose_segment_bytes(record_bytes, spec.n_rows, cache_bytes)
@@ -113,8 +119,16 @@ def lay_out(
     return tables, list(arenas.values())
 
 
-def check_match(where: Path, specs: Sequence[TableSpec], manifest: Manifest, generation: Generation) -> None:
-    """Refuse a generation that lacks a table, or has one of another shape or dtype.
+def _has_grown(spec: TableSpec, entry: TableEntry) -> bool:
+    """Whether the parameter is the table with more rows; not where their numbers need more bytes in each segment."""
+    same_rows = spec.shape[1:] == entry.shape[1:] and spec.dtype == entry.dtype
+    return same_rows and spec.n_rows > entry.n_rows and row_bytes_for(spec.n_rows) == row_bytes_for(entry.n_rows)
+
+
+def check_match(
+    where: Path, specs: Sequence[TableSpec], manifest: Manifest, generation: Generation, *, grow: bool = False
+) -> None:
+    """Refuse a generation that lacks a table, or has one of another shape or dtype (with `grow` more rows are fine).
 
     Raises:
         MismatchError: with both values.
@@ -127,11 +141,16 @@ def check_match(where: Path, specs: Sequence[TableSpec], manifest: Manifest, gen
                 f"{where}: generation {generation.number} has no table {spec.name!r}; it has {names}. Give the "
                 "optimizer the parameters that the state was made with (named_parameters()), or another state_dir"
             )
+        if grow and _has_grown(spec, entry):
+            continue
         if entry.shape != spec.shape or entry.dtype != spec.dtype:
+            remedy = ""
+            if _has_grown(spec, entry):
+                remedy = "; a table that has grown is taken with io=IOConfig(grow_tables=True)"
             raise MismatchError(
                 f"{where}: table {spec.name!r} is {entry.dtype} of shape {entry.shape} on disk, the parameter is "
                 f"{spec.dtype} of shape {spec.shape}; use the model that the state was made with, or another "
-                "state_dir"
+                f"state_dir{remedy}"
             )
 
 

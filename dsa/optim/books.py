@@ -27,7 +27,7 @@ class Books:
         self.kernel = kernel
         self.staging = staging
         self.tables = tables
-        self.announcer = Announcer(self)
+        self.announcer = Announcer(engine, tables)
         self.gradient_s = 0.0
         self.compile_s = 0.0
         self.unchecked_weights = False  # a generation was loaded and no step has come since
@@ -36,7 +36,7 @@ class Books:
         self.warned_pageable = False
 
     def use_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
-        self.tables = TableDirectory(pairs)
+        self.tables = self.announcer.tables = TableDirectory(pairs)
 
     def place_tables(self) -> None:
         """Have each update where its parameter is now; `model.to()` keeps parameters and moves them."""
@@ -61,7 +61,8 @@ class Books:
         return [fingerprint(table.parameter) for table in self.tables.tables]
 
     def warn_parts(self, cache_bytes: int) -> None:
-        if not self.warned_parts:
+        """Warn, once, that a step was done in parts (0: it was not); a cache of so many bytes would have avoided it."""
+        if cache_bytes and not self.warned_parts:
             self.warned_parts = True
             warnings.warn(
                 f"a step touches more rows than the cache has frames and is done in parts, each waiting for the disk; "
@@ -97,24 +98,23 @@ class Books:
 
 
 class Announcer:
-    """What lookahead and hooks announce to."""
+    """What lookahead and hooks announce to; it does not refer to what refers to it, so that all of it ends at once."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, engine: Engine, tables: TableDirectory) -> None:
+        self.tables = tables
+        self._engine = engine
 
     def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
-        engine = self._books.engine
-        engine.check_open()
-        return engine.announce(Kind.AHEAD, resolve(rows, self._books.tables))
+        self._engine.check_open()
+        return self._engine.announce(Kind.AHEAD, resolve(rows, self.tables))
 
     def hand_out(self, ticket: int) -> None:
-        self._books.engine.hand_out(ticket)
+        self._engine.hand_out(ticket)
 
     def end(self, ticket: int) -> None:
-        self._books.engine.end(ticket)
+        self._engine.end(ticket)
 
     def announce_hook(self, table: int, rows: NDArray[np.int64]) -> None:
-        engine = self._books.engine
-        if not engine.closed:
-            engine.check_open()
-            engine.announce(Kind.HOOK, {table: rows})
+        if not self._engine.closed:
+            self._engine.check_open()
+            self._engine.announce(Kind.HOOK, {table: rows})

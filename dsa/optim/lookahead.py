@@ -18,11 +18,16 @@ import numpy as np
 import torch
 
 from dsa.errors import ConfigError
+from dsa.optim.collating import BatchWithRows, gives_rows
 from dsa.optim.row_sets import Key, Rows
 
 Batch = TypeVar("Batch")
 MOST_AHEAD = 64
 _FIRST_AHEAD = 4
+_NEEDS_ROWS = (
+    "lookahead needs rows=fn, where fn(batch) returns a dict such as {model.node_emb: ids}, or a loader whose collate "
+    "function was wrapped by collate_with_rows; where rows are only known inside the model, use watch(model) instead"
+)
 
 
 class Announcer(Protocol):
@@ -52,7 +57,8 @@ class Lookahead(Generic[Batch]):
 
     Args:
         loader: any iterable of batches.
-        rows: the rows of a batch, `rows(batch)` -> {module, parameter or name: rows}.
+        rows: the rows of a batch, `rows(batch)` -> {module, parameter or name: rows}; None where the loader's batches
+            come from `collate_with_rows`.
         announcer: receives the announcements.
         depth: batches fetched ahead of the one that the loop is working on; None: grows by one a batch to
             MOST_AHEAD, for the further the rows are known, the better the cache keeps what will be used (how many of
@@ -65,15 +71,12 @@ class Lookahead(Generic[Batch]):
     def __init__(
         self,
         loader: Iterable[Batch],
-        rows: Callable[[Batch], Mapping[Key, Rows]],
+        rows: Callable[[Batch], Mapping[Key, Rows]] | None,
         announcer: Announcer,
         depth: int | None = 4,
     ) -> None:
-        if not callable(rows):
-            raise ConfigError(
-                "lookahead needs rows=fn, where fn(batch) returns a dict such as {model.node_emb: ids}; "
-                f"got rows={rows!r}. Where rows are only known inside the model, use watch(model) instead"
-            )
+        if not callable(rows) and not (rows is None and gives_rows(loader)):
+            raise ConfigError(f"{_NEEDS_ROWS}; got rows={rows!r}")
         if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
             raise ConfigError(f"lookahead's depth must be None or a whole number of batches, at least 0, got {depth!r}")
         self._loader = loader
@@ -164,7 +167,11 @@ class Lookahead(Generic[Batch]):
             except StopIteration:
                 return None
             state = self._loader_state()
-            rows = self._rows(batch)
+            rows: Mapping[Any, Rows]
+            if isinstance(batch, BatchWithRows):
+                rows, batch = batch.rows, batch.batch
+            if self._rows is not None:
+                rows = self._rows(batch)
         return _Fetched(batch, state, self._announcer.announce_ahead(rows))
 
 

@@ -87,6 +87,20 @@ def spec(name: str, param: Tensor) -> TableSpec:
     return TableSpec(name, tuple(param.shape), dtype, math.prod(param.shape[1:]), moment_dtype)
 
 
+def check_unchanged(made: TableSpec, param: Tensor) -> None:
+    """Refuse a parameter that is not what its table was made for: records of another size would be written past.
+
+    Raises:
+        UsageError: another shape or dtype, such as after `model.to(dtype)` or a new `param.data`.
+    """
+    if tuple(param.shape) != made.shape or DTYPES.get(param.dtype) != made.dtype:
+        raise UsageError(
+            f"parameter {made.name!r} is {str(param.dtype).removeprefix('torch.')} of shape {tuple(param.shape)}, its "
+            f"table was made for {made.dtype} of shape {made.shape}: make the optimizer after the model has been "
+            "converted or resized"
+        )
+
+
 def named(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
     """All parameters of the groups with their names: those given, else p0, p1, ... by order.
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch._dynamo  # else the first optimizer's constructor imports it, and a traceback there keeps it alive
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -61,7 +62,8 @@ class DiskSparseAdam(Optimizer):
             order as an accelerator's may (to test with); "off" copies what a step needs in the step. Where a parameter
             is, is looked at in each step. On other accelerators the update is done on the CPU.
         keep_generations: how many checkpoints handed out stay loadable, the newest; None: all, until `release`.
-        io: knobs of the I/O engine.
+        io: knobs of the I/O engine; with `IOConfig(grow_tables=True)` tables that have grown (more rows, of the same
+            width) are taken over, their new rows with zero moments.
 
     Raises:
         ConfigError: a value that cannot be meant (nothing was touched).
@@ -121,7 +123,6 @@ class DiskSparseAdam(Optimizer):
         self._books.place_tables()
         self._books.compile_s = compile_s
         self._books.unchecked_weights = existing == "resume"
-        engine.parts_warning = self._books.warn_parts
         engine.stage = torch.profiler.record_function
         self._refresh_state()
 
@@ -220,7 +221,7 @@ class DiskSparseAdam(Optimizer):
                 }
             )
         try:
-            books.engine.step(rows, update, list(work), on_device)
+            books.warn_parts(books.engine.step(rows, update, list(work), on_device))
         finally:
             for number in work:
                 self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
@@ -239,6 +240,7 @@ class DiskSparseAdam(Optimizer):
                         f"a parameter of shape {tuple(param.shape)} came into a group without add_param_group(); "
                         "add it through that"
                     )
+                parameters.check_unchanged(self._books.engine.spec_of(table.number), param)
                 gradient = unique_rows(table.name, param, bool(group.get("maximize", False)))
                 if gradient is not None:
                     found.append((table, group, gradient))
@@ -272,14 +274,14 @@ class DiskSparseAdam(Optimizer):
 
         Args:
             loader: any iterable of batches; may be iterated again.
-            rows: `rows(batch)` gives what `announce` takes.
+            rows: `rows(batch)` gives what `announce` takes; None for a loader with `collate_with_rows`.
             depth: batches fetched ahead, 0 or more; None: up to 64, and as many of them held as hide the reads.
 
         Raises:
             ConfigError: `rows` or `depth` cannot be meant.
         """
         self._books.engine.check_open()
-        return Lookahead(loader, rows, self._books.announcer, depth)  # type: ignore[arg-type]
+        return Lookahead(loader, rows, self._books.announcer, depth)
 
     def watch(self, model: nn.Module) -> WatchHandle:
         """Let the embeddings in `model` announce what each forward pass looks up; acts at once.
@@ -305,7 +307,7 @@ class DiskSparseAdam(Optimizer):
         books = self._books
         books.engine.check_open()
         books.engine.check_decided()
-        number = books.engine.checkpoint(books.fingerprints())
+        number = books.engine.checkpoint(books.fingerprints(), settle=True)
         self._refresh_state()
         return number
 
@@ -328,7 +330,8 @@ class DiskSparseAdam(Optimizer):
         if not books.engine.closed:
             books.engine.check_open()
             if books.engine.decided:
-                self.checkpoint()
+                books.engine.checkpoint(books.fingerprints())
+                self._refresh_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsa.errors import ConfigError, MismatchError, UsageError
 from dsa.io.engine import Engine
+from dsa.optim.parameters import check_unchanged
 from dsa.optim.row_sets import Table, TableDirectory
 
 _CHUNK_BYTES = 8 << 20
@@ -103,6 +104,7 @@ def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mappi
                 f"the state dict has state of parameter {number}, the optimizer has {len(tables.tables)}"
             )
         table = tables.tables[number]
+        check_unchanged(engine.spec_of(number), table.parameter)
         lacking = [key for key in ("step", *_FIELDS) if key not in entry]
         if lacking:
             raise MismatchError(f"the state dict's entry of {table.name!r} lacks {lacking}: not SparseAdam's")
@@ -165,6 +167,7 @@ def _fields(engine: Engine, table: Table, rows: NDArray[np.int64], width: int) -
 
 def moments(engine: Engine, table: Table, rows: NDArray[np.int64]) -> dict[str, Tensor]:
     """Both moments of the rows, in their order, duplicates included."""
+    check_unchanged(engine.spec_of(table.number), table.parameter)
     shape = tuple(table.parameter.shape[1:])
     width = int(np.prod(shape, dtype=np.int64))
     distinct, where = np.unique(rows, return_inverse=True)
@@ -183,6 +186,7 @@ def _export(
         steps = engine.steps_of(table.number)
         if steps == 0:
             continue  # as SparseAdam: no state before the first gradient
+        check_unchanged(engine.spec_of(table.number), table.parameter)
         array = engine.moments_array(table.number)
         dtype = torch.float64 if array.dtype == np.float64 else torch.float32
         targets = [make(tuple(table.parameter.shape), dtype) for _ in _FIELDS]

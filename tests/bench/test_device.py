@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import device, device_fio, device_memmap, device_report, device_stages, readme
+from bench import device, device_files, device_fio, device_memmap, device_report, device_stages, readme
 from bench.device_backends import Rig
 from bench.device_files import (
     SECTOR_BYTES,
@@ -152,7 +153,7 @@ def test_the_names_and_bounds_of_the_ratios() -> None:
 def test_the_json_object() -> None:
     cases = [case(READ, uring=[(1, 0.5), (3, 0.7)], fio=[(1, 1), (4, 1)])]
     found = json.loads(json.dumps(as_json(cases, ["no root"], {"queue_depth": 64}, {"checked": 0})))
-    assert list(found) == ["ratios", "targets", "settings", "device_counter", "notes", "cases"]
+    assert list(found) == ["ratios", "targets", "ratios_to_tuned_fio", "settings", "device_counter", "notes", "cases"]
     assert list(found["ratios"]) == RATIO_NAMES
     assert found["ratios"]["uring_read_vs_fio"] == pytest.approx(7 / 6, rel=1e-3)
     assert found["ratios"]["vs_rocksdb"] is None
@@ -210,6 +211,11 @@ def test_the_counter_of_the_paths_device(tmp_path: Path) -> None:
     assert find_counter(tmp_path, tmp_path / "nowhere") is None
     with pytest.raises(KeyError, match="no device 'gone'"):
         read_sectors("gone", stats)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_files, "PAUSE_S", 0.0)
 
 
 class Disk:
@@ -295,13 +301,18 @@ def test_an_answer_of_fio_that_is_no_measurement(output: str, words: str) -> Non
 def test_fios_command(tmp_path: Path) -> None:
     file = tmp_path / "a:b"
     file.write_bytes(bytes(10_000))
-    fio = device_fio.Fio("fio", "io_uring", "fio-3")
+    plain = device_fio.Fio("fio", "io_uring", "fio-3")
+    fio = replace(plain, tuned=True)
     command = fio.command(file, "randread", record_bytes=1024, count=100, depth=64, direct=True, drain_every=50)
     assert f"--filename={tmp_path}/a\\:b" in command
     for option in ("--size=9216", "--io_size=102400", "--iodepth=64", "--direct=1", "--readonly"):
         assert option in command
     assert {"--thinktime=1", "--thinktime_blocks=50", "--thinktime_blocks_type=issue"} <= set(command)
-    assert "--iodepth_batch_submit=32" in command
+    tuning = {"--iodepth_batch_submit=32", "--fixedbufs=1", "--registerfiles=1", "--gtod_reduce=1"}
+    assert tuning <= set(command)
+    untuned = plain.command(file, "randread", record_bytes=1024, count=100, depth=64, direct=True, drain_every=50)
+    assert not tuning & set(untuned)
+    assert [option for option in command if option in untuned] == untuned
     writing = fio.command(file, "write", record_bytes=4096, count=2, depth=2, direct=False)
     assert "--readonly" not in writing
     assert not any(option.startswith(("--thinktime", "--iodepth_batch")) for option in writing)
@@ -701,8 +712,11 @@ def test_a_place_that_is_not_there_is_refused_first(option: str, tmp_path: Path)
 def test_all_ratios_are_found_where_everything_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[tuple[str, int, int, int]] = []
 
+    @dataclass(frozen=True)
     class FakeFio:
-        version, engine = "fio-9", "io_uring"
+        version: str = "fio-9"
+        engine: str = "io_uring"
+        tuned: bool = False
 
         def run(
             self, file: Path, what: str, *, record_bytes: int, count: int, drain_every: int = 0, **_: Any
@@ -743,6 +757,9 @@ def test_all_ratios_are_found_where_everything_is_there(tmp_path: Path, monkeypa
     assert memmaps["memmap, MADV_RANDOM"]["us_per_row"] == pytest.approx(25_000)
     block = device_report.markdown(stages.cases, stages.notes, found["settings"])
     assert "not measured" not in block
+    assert "registered memory" in block
+    assert set(found["ratios_to_tuned_fio"]) == {"uring_read", "uring_cpu", "threads_read"}
+    assert None not in found["ratios_to_tuned_fio"].values()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -41,9 +41,7 @@ class PlainBackend(Backend):
     def close(self, file: File) -> None:
         os.close(file.fd)
 
-    async def read(
-        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
-    ) -> None:
+    async def read(self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None) -> None:
         for offset, length, at in zip(extents.offsets, extents.lengths, extents.at, strict=True):
             data = os.pread(file.fd, length, offset)
             if len(data) < length:
@@ -52,9 +50,7 @@ class PlainBackend(Backend):
         if then is not None:
             then()
 
-    async def write(
-        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
-    ) -> None:
+    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         self.about_to("write", file.path)
         if before is not None:
             before()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsa.io.cache import NO_FRAME, Arena
+from dsa.io.cache import NO_FRAME, RECENT, Arena
 from dsa.io.eviction import DIRTY, FILLING, FREE, LEASED, WRITING
 
 
@@ -165,6 +165,18 @@ def test_collecting_takes_one_tables_frames_up_to_the_limit_and_goes_round(arena
     assert len(second) == 1
     assert not set(first) & set(second)
     assert arena.table_of[arena.collect(1, 9, unpinned_only=True)].tolist() == [1]
+
+
+def test_what_was_leased_lately_is_spared_once_unless_it_is_urgent(arena: Arena) -> None:
+    make_dirty(arena, 0, 1, 2, 3)
+    arena.flags[arena.frame_of[0][[2, 3]]] &= 255 - RECENT  # the hand has passed these two since
+    spared = int(arena.frame_of[0][1])
+    first = arena.collect(0, 2, unpinned_only=True, urgent=False)
+    assert arena.row_of[first].tolist() == [2, 3]
+    assert arena.flags[spared] in (DIRTY, DIRTY | RECENT)
+    assert arena.collect(0, 2, unpinned_only=True, urgent=False).tolist() == [spared]  # nothing else is left
+    make_dirty(arena, 1, 1)
+    assert len(arena.collect(1, 2, unpinned_only=True, urgent=True)) == 1
 
 
 def test_pinned_frames_are_written_only_when_all_are(arena: Arena) -> None:

@@ -108,9 +108,7 @@ def test_gaps_decide_between_one_request_and_two() -> None:
 
 
 def test_a_cut_that_falls_into_a_gap_leaves_the_gap_unread() -> None:
-    planned = plan(
-        np.array([0, 5000], np.int64), 1000, merge_gap_bytes=1 << 20, max_request_bytes=4096, alignment=1
-    )
+    planned = plan(np.array([0, 5000], np.int64), 1000, merge_gap_bytes=1 << 20, max_request_bytes=4096, alignment=1)
     assert planned.buffer_bytes == 2000
 
 

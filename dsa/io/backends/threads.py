@@ -146,7 +146,7 @@ class ThreadsBackend(LocalFiles):
         _move(self._calls.pread, self._calls.errno_location, -1, 0, none, none, none, 1)  # compiles or loads
         self._direct = DirectFiles()
         self._readers = IOThreads("dsa-read", min(config.queue_depth, _MOST_READ_THREADS))
-        self._writer = IOThreads("dsa-write", 1)
+        self._writer = IOThreads("dsa-write", 2)
         super().__init__(self._readers, self._writer)
 
     def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:

@@ -29,6 +29,9 @@ from dsa.io.extents import Extents, check_placement
 _MOST_WRITE_BYTES = 8 * MIB
 # One system call submits and collects so many requests: the device is kept busy by those that stay in flight.
 _WAKE_SHARE = 2
+# Rings for each direction, with a thread each: while one's records are checked and copied, or a segment is filled from
+# frames, the other keeps the device busy.
+_RINGS = 2
 
 
 class UringBackend(LocalFiles):
@@ -39,7 +42,8 @@ class UringBackend(LocalFiles):
     failed must not be used again (the backend keeps it alive).
 
     Args:
-        config: `queue_depth` requests are in flight at most, reads and writes each; `stall_timeout_s`.
+        config: `queue_depth` requests are in flight at most in each ring, two for reads and two for writes;
+            `stall_timeout_s`.
 
     Raises:
         ConfigError: io_uring cannot be used here; the message says why.
@@ -49,22 +53,23 @@ class UringBackend(LocalFiles):
 
     def __init__(self, config: IOConfig) -> None:
         self._direct = DirectFiles()
-        self._reader = _RingThread("dsa-uring-read", READ, config)
-        self._writer = _RingThread("dsa-uring-write", WRITE, config)
-        super().__init__(self._reader.threads, self._writer.threads)
+        self._readers = [_RingThread("dsa-uring-read", READ, config) for _ in range(_RINGS)]
+        self._writers = [_RingThread("dsa-uring-write", WRITE, config) for _ in range(_RINGS)]
+        super().__init__(*(each.threads for each in (*self._readers, *self._writers)))
         try:
-            self._reader.start()
-            self._writer.start()
+            for each in (*self._readers, *self._writers):
+                each.start()
         except OSError as error:
             self.shut_down(config.stall_timeout_s)
             raise ConfigError(f"it needs io_uring: {error.strerror}") from error
 
     @property
     def rings(self) -> tuple[Ring, Ring]:
-        """The ring for reads and the one for writes; their `faults` are the test hook."""
-        if self._reader.ring is None or self._writer.ring is None:
+        """The first ring for reads and the first one for writes; their `faults` are the test hook."""
+        reads, writes = self._readers[0].ring, self._writers[0].ring
+        if reads is None or writes is None:
             raise ClosedError("the rings were never made")
-        return self._reader.ring, self._writer.ring
+        return reads, writes
 
     def open(self, path: Path, *, create: bool = False, writable: bool = True, direct: bool = False) -> File:
         file = super().open(path, create=create, writable=writable, direct=direct)
@@ -81,7 +86,7 @@ class UringBackend(LocalFiles):
         check_alignment(file, wanted, buffer)
         self.counters.read_requests += len(wanted)
         self.counters.read_bytes += int(wanted.lengths.sum())
-        await ended(self._reader.submit(file, wanted, buffer, None, then))
+        await ended(_least_busy(self._readers).submit(file, wanted, buffer, None, then))
 
     async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         _check_buffer(buffer)
@@ -93,12 +98,17 @@ class UringBackend(LocalFiles):
         check_alignment(file, extents, buffer)
         self.counters.write_requests += len(extents)
         self.counters.write_bytes += buffer.nbytes
-        await ended(self._writer.submit(file, extents, buffer, before, None))
+        await ended(_least_busy(self._writers).submit(file, extents, buffer, before, None))
 
     def shut_down(self, timeout_s: float) -> None:
-        self._reader.close()
-        self._writer.close()
+        for each in (*self._readers, *self._writers):
+            each.close()
         super().shut_down(timeout_s)
+
+
+def _least_busy(choices: list[_RingThread]) -> _RingThread:
+    """The one with the fewest jobs, the first one of several."""
+    return min(choices, key=lambda each: each.jobs)
 
 
 def _check_buffer(buffer: Bytes) -> None:
@@ -115,6 +125,7 @@ class _RingThread:
         self._op = op
         self._config = config
         self.ring: Ring | None = None
+        self.jobs = 0  # submitted and not ended; a hint: its count is not exact while both change it
 
     def start(self) -> None:
         """Make the ring, and move some bytes with it.
@@ -149,7 +160,13 @@ class _RingThread:
         then: Callable[[], None] | None,
     ) -> Future[None]:
         """Move the extents in the ring's thread, `before` and `then` in the same one."""
-        return self.threads.submit(self._move, file, extents, buffer, before, then)
+        work = self.threads.submit(self._move, file, extents, buffer, before, then)
+        self.jobs += 1
+        work.add_done_callback(self._job_ended)
+        return work
+
+    def _job_ended(self, work: Future[None]) -> None:
+        self.jobs -= 1
 
     def _move(
         self,

@@ -112,9 +112,7 @@ def test_system_without_the_flag_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert "no O_DIRECT" in direct.probe(tmp_path).reason
 
 
-def test_files_are_turned_and_their_directory_probed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_turned_and_their_directory_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = direct.probe(tmp_path)
     probed: list[Path] = []
 

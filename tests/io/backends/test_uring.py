@@ -169,9 +169,7 @@ async def test_long_write_is_cut_into_requests(
     assert backend.counters.write_requests == 22
 
 
-async def test_ten_times_more_extents_than_the_queue_holds(
-    make: Make, path: Path, content: NDArray[np.uint8]
-) -> None:
+async def test_ten_times_more_extents_than_the_queue_holds(make: Make, path: Path, content: NDArray[np.uint8]) -> None:
     backend = make(queue_depth=6)
     extents = _blocks(EVERY)
     buffer = _filled(extents)
@@ -455,9 +453,7 @@ async def test_stalled_device_is_an_error_and_cancelled_requests_free_the_ring(
     assert (buffer == content).all()
 
 
-async def test_failed_read_returns_only_when_its_other_requests_have_ended(
-    make: Make, path: Path, gate: int
-) -> None:
+async def test_failed_read_returns_only_when_its_other_requests_have_ended(make: Make, path: Path, gate: int) -> None:
     faults = [(ringloop.FAULT_STALL, 2 * BLOCK, gate, 1), (ringloop.FAULT_ERROR, 3 * BLOCK, errno.EIO, 1)]
     backend = make(*faults, stall_timeout_s=0.05)
     extents = _blocks(EVERY)
@@ -609,7 +605,7 @@ def test_shut_down_gives_descriptors_and_mappings_back() -> None:
 
     before = len(os.listdir("/proc/self/fd"))
     backend = uring.UringBackend(IOConfig())
-    assert mapped() == 4
+    assert mapped() == 8
     backend.shut_down(10.0)
     backend.shut_down(10.0)
     assert mapped() == 0
