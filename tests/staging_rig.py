@@ -71,13 +71,13 @@ class Staged:
             lambda states: states.count(State.READY) >= count and State.FILLING not in states, hurry=hurry
         )
 
-    def await_next(self) -> None:
-        """Wait until a batch is ready on the device; nothing is hurried where one is."""
+    def await_next(self, count: int) -> None:
+        """Wait until so many batches are ready on the device; nothing is hurried where they are."""
         staging = self.staging
         condition = staging._access.condition
         with condition:
             for _ in range(2000):
-                if State.READY in staging.states():
+                if staging.states().count(State.READY) >= count:
                     return
                 self.device.hurry()
                 condition.wait(0.01)

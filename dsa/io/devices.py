@@ -77,8 +77,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self.into: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.out: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.into: Stream = torch.cuda.Stream(device)
+            self.out: Stream = torch.cuda.Stream(device)
 
     def current(self) -> Stream:
         """The caller's current stream on the device."""
@@ -112,7 +112,7 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> Event:
         """A new event at the stream's end."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(stream)
         return event
 

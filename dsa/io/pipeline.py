@@ -194,6 +194,8 @@ class Pipeline:
         if self._ended:
             with self.access as books:
                 self.settle_ended_locked(books)
+            for staging in self.stagings:
+                staging.wake()
 
     def settle_ended_locked(self, books: Bookkeeping) -> None:
         """Carry out the ends that were asked for; the caller holds the lock."""

@@ -71,25 +71,22 @@ class StagedBatches:
             pieces = [piece for piece in batch.pieces if piece.table in tables]
             if batch.kind is Kind.HOOK or batch.sequence in staged or not pieces:
                 continue
-            return self._begin(batch, pieces) if self._can(pieces, most_bytes) else None
+            return self._begin(batch, pieces, most_bytes)
         return None
 
-    def _can(self, pieces: Sequence[Piece], most_bytes: int) -> bool:
-        nbytes = 0
+    def _begin(self, batch: Batch, pieces: Sequence[Piece], most_bytes: int) -> StageJob | None:
+        job, nbytes = StageJob(batch.sequence, []), 0
         for piece in pieces:
             table = self._books.tables[piece.table]
-            if not piece.held or piece.unframed or table.arena.filling(piece.frames):
-                return False
+            frames = table.arena.frame_of[table.arena_table][piece.rows]
             nbytes += len(piece.rows) * table.record.record_bytes
-        return nbytes <= most_bytes
-
-    def _begin(self, batch: Batch, pieces: Sequence[Piece]) -> StageJob:
-        job = StageJob(batch.sequence, [])
-        for piece in pieces:
-            table = self._books.tables[piece.table]
-            frames = np.full(len(piece.rows), NO_FRAME, np.int32)
-            table.arena.pin_resident(table.arena_table, piece.rows, frames)
+            if nbytes > most_bytes or (frames < 0).any() or table.arena.filling(frames):
+                return None
             job.pieces.append(StagedPiece(piece.table, piece.rows, frames))
+        for staged in job.pieces:
+            table = self._books.tables[staged.table]
+            staged.frames[:] = NO_FRAME
+            table.arena.pin_resident(table.arena_table, staged.rows, staged.frames)
         self.jobs.append(job)
         return job
 

@@ -36,7 +36,7 @@ def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault | None, 
         for batch in batches[:2]:
             training.opt.announce(training.rows(batch))
         for i, batch in enumerate(batches):
-            training.await_next()
+            training.await_next(2 - i % 2)  # both buffers, then the second one while the first is late to drain
             training.step(batch)
             for coming in batches[i + 2 : i + 3]:
                 training.opt.announce(training.rows(coming))
