@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +316,64 @@ def test_staged_batches_that_end_without_a_step_are_given_up(tmp_path: Path, mon
     training.await_states(lambda states: set(states) == {State.FREE}, hurry=True)
     training.step(batches[11])
     training.check()
+
+
+def test_a_step_that_goes_past_a_staged_batch_has_it_staged_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Staged(tmp_path, monkeypatch, 1)
+    opt = training.opt
+    batches = training.batches(4)
+    ahead = iter(opt.lookahead(batches, rows=training.rows, depth=1))
+    training.step(next(ahead))  # the second is announced, for a later step
+    training.await_staged(hurry=True)
+    opt.announce(training.rows(batches[3]))  # used up by the next step, and it shares rows with what is staged
+    training.await_staged(2, hurry=True)
+    training.step(batches[3])
+    for batch in ahead:
+        training.step(batch)
+    training.check()
+
+
+def test_a_block_whose_copy_is_still_to_come_is_not_filled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsa.io.late_device._MOST_CREDIT", 0)
+    waits = threading.Event()
+    wait = LateDevice.synchronize
+
+    def noted(self: LateDevice, event: Any) -> None:
+        waits.set()
+        wait(self, event)
+
+    training = Staged(tmp_path, monkeypatch, 1)
+    monkeypatch.setattr(LateDevice, "synchronize", noted)
+    batches = training.batches(3)
+    for batch in batches[:2]:
+        training.opt.announce(training.rows(batch))
+    training.await_staged(2)
+    training.opt._books.engine._pipeline.stagings[0].stand_still()  # gives both up, their copies not made
+    assert not waits.is_set()
+    training.staging.resume()
+    assert waits.wait(20.0)
+    assert State.FILLING in training.staging.states()
+    training.await_staged(2, hurry=True)
+    for batch in batches[:2]:
+        training.step(batch)
+    training.check()
+
+
+def test_an_optimizer_that_nobody_holds_ends_with_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Staged(tmp_path, monkeypatch, 1)
+    for batch in training.opt.lookahead(training.batches(3), rows=training.rows, depth=2):
+        training.step(batch)
+    threads = [training.staging._thread, training.device._thread]
+    del training.twins, training.opt
+    gc.collect()
+    for thread in threads:
+        assert thread is not None
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert "3 steps" in capsys.readouterr().err

@@ -324,13 +324,13 @@ class Engine:
             return
         with self._public, self._without_staging():
             if staging is not None:
-                staging.tables -= {table}
+                staging.remove_table(table)
                 del self._staging_of[table], self._device_of[table]
             if device is not None:
                 found = self._stagings.get(device)
                 if found is None:
                     found = self._stagings[device] = self._pipeline.add_staging(open_device(device))
-                found.tables |= {table}
+                found.add_table(table)
                 self._staging_of[table], self._device_of[table] = found, device
 
     @property

@@ -91,16 +91,20 @@ class Staging:
 
     # The thread beside training.
 
-    def _start(self) -> None:
-        if self._thread is None and not self._stopped:
+    def add_table(self, table: int) -> None:
+        """The table's updates are carried out on the device from now on."""
+        self.tables |= {table}
+        if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dsa-staging", daemon=True)
             self._thread.start()
 
+    def remove_table(self, table: int) -> None:
+        """They are not any more; nothing of the table is in a buffer."""
+        self.tables -= {table}
+
     def wake(self) -> None:
-        """Look again at what there is to do."""
-        if self.tables:
-            self._start()
-            self.wanted.set()
+        """Look again at what there is to do; from any thread."""
+        self.wanted.set()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; what is under way is left."""
