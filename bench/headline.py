@@ -122,7 +122,9 @@ def beside(scale: Scale, directory: Path) -> dict[str, Any]:
             ours, theirs = [], []
             for _ in range(scale.rounds):
                 batches = [draws.batch(scale.batch_rows) for _ in range(scale.warm_steps)]
-                disk.train_on(batches)
+                lead = [draws.batch(scale.batch_rows) for _ in range(disk.lead_steps(scale.batch_rows))]
+                disk.train_on([*lead, *batches])
+                disk.take(len(lead))
                 turn = disk.take(len(batches))
                 disk.settle()
                 ours.append(turn.rows / turn.loop_s)

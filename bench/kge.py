@@ -176,7 +176,8 @@ def run(options: Options, graph: Graph, console: Console) -> Result:
         state_bytes_on_disk=statistics.get("state_bytes_on_disk", 0),
         statistics=statistics,
     )
-    console.print(result_table(result, state_bytes))
+    training_s = sum(len(graph.train) / epoch.samples_per_s for epoch in epochs)
+    console.print(result_table(result, state_bytes, training_s))
     return result
 
 

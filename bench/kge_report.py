@@ -45,28 +45,30 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def result_table(result: Result, ram_state_bytes: int) -> Table:
+def result_table(result: Result, ram_state_bytes: int, training_s: float) -> Table:
     """The table printed at the end.
 
     Args:
         ram_state_bytes: what `torch.optim.SparseAdam` holds in RAM for this model.
+        training_s: how long the epochs took.
     """
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_row("filtered MRR / Hits@10", f"{result.mrr:.4f} / {result.hits_at_10:.4f}")
-    table.add_row("RAM used, the whole process at its peak", _size(result.peak_rss_bytes))
-    table.add_row("RAM that SparseAdam needs for its state", _size(ram_state_bytes))
     found = result.statistics
     if found:
-        table.add_row("RAM used for the state's cache", _size(found["cache_bytes"]))
+        table.add_row("RAM for the state: the cache", _size(found["cache_bytes"]))
+    table.add_row("RAM for the state: what SparseAdam needs", _size(ram_state_bytes))
+    table.add_row("RAM of the process at its peak (Python, torch and data)", _size(result.peak_rss_bytes))
+    if found:
         table.add_row("disk used", _size(result.state_bytes_on_disk))
         table.add_row("rows updated", f"{found['rows_touched']:,}")
         table.add_row("rows read / requests", f"{found['rows_read']:,} / {found['read_requests']:,}")
         table.add_row("rows written / requests", f"{found['rows_written']:,} / {found['write_requests']:,}")
         table.add_row("cache hit rate", f"{found['hit_rate']:.1%}")
         table.add_row("announced share", f"{found['announced_share']:.1%}")
-        table.add_row("steps waited for the disk", f"{found['wait_s']:.2f} s")
+        table.add_row("steps waited for the disk", f"{found['wait_s']:.2f} s of {training_s:.0f} s")
     return table
 
 

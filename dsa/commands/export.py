@@ -59,7 +59,10 @@ def export(
             return
         typer.echo(f"generation {number} of {directory} is in {file} ({size(nbytes)}): tables {', '.join(tables)}")
         if file.suffix != ".safetensors":
-            typer.echo("its hyperparameters are SparseAdam's defaults: the state directory has none")
+            typer.echo(
+                "its hyperparameters are SparseAdam's defaults: the state directory has none; set lr and betas again "
+                "after loading"
+            )
 
 
 @contextmanager

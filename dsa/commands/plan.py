@@ -159,9 +159,12 @@ def plan(
             f"Written: {found.batch_rows:,} rows x {size(found.record_bytes)} x {found.steps_per_second:g} steps/s, "
             f"x {found.write_amplification} for cleaning (write amplification of logs twice the live records); rows "
             "touched again while they are in the cache cost less.\n"
+            f"(Assumed or given: --batch, --steps-per-second.)\n"
             f"Each checkpoint writes {size(found.checkpoint_bytes)} beside the dirty rows.",
             soft_wrap=True,
         )
+        if found.sparse_adam_bytes <= found.ram_bytes:
+            screen.print("SparseAdam needs less RAM for this table: DSA gains nothing here.")
 
 
 def _needs(found: Plan) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -18,14 +19,30 @@ class Access:
     """
 
     def __init__(self, books: Bookkeeping, latch: Callable[[BaseException], None]) -> None:
-        self.condition = threading.Condition(threading.Lock())
+        self._lock = threading.RLock()
+        self.condition = threading.Condition(self._lock)
         self._books = books
         self._latch = latch
         self._harmless: BaseException | None = None  # an interrupt that came while its thread waited
 
     def __enter__(self) -> Bookkeeping:
-        self.condition.acquire()
+        self.let_go()
+        self._lock.acquire()
         return self._books
+
+    def let_go(self) -> None:
+        """Release the lock where an interrupt on the edge of a `with` has left it with this thread, for nobody else
+        could ever take it; called outside every `with`."""
+        try:
+            self._lock.release()
+        except RuntimeError:  # as always: it is not this thread's
+            return
+        error = UsageError(
+            "an interrupt came while the engine kept its books, which may now be wrong; load_state_dict() a "
+            "checkpoint together with the model, or close() and resume"
+        )
+        with self.condition:
+            self._latch(error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -40,7 +57,8 @@ class Access:
                 )
             self._harmless = None
         finally:
-            self.condition.release()
+            with contextlib.suppress(RuntimeError):  # an interrupt in wait() before it had taken the lock again
+                self.condition.release()
 
     def wait(self) -> None:
         """Wait, inside `with`, until something has changed; an interrupt while waiting harms nothing."""

@@ -278,6 +278,10 @@ class Arena:
             policy.add_table(len(frame_of))
         self.policy = policy
 
+    def let_go(self) -> None:
+        """Give the frames' memory back: nobody will read or write a record any more."""
+        self.memory, self.words = self.memory[:0].copy(), self.words[:0].copy()
+
     def count(self, mask: int) -> int:
         """Number of frames with any of the flags."""
         return int(np.count_nonzero(self.flags & mask))

@@ -5,6 +5,7 @@ What an optimizer holds. The running half (pipeline.py) does not refer to it, so
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -24,7 +25,7 @@ from dsa.io.cache import FRAME_OVERHEAD_BYTES, Frames, Rows
 from dsa.io.devices import open_device
 from dsa.io.directory import Directory
 from dsa.io.disk_space import warn_of_place
-from dsa.io.jobs import Step, Table
+from dsa.io.jobs import Step
 from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
 from dsa.io.staging import Staging
@@ -33,6 +34,7 @@ from dsa.io.statistics import Statistics
 from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
 from dsa.io.window import Kind
 
+_log = logging.getLogger("dsa")
 _WAITED_SHARE = 0.03  # of the time between two steps: more than this spent waiting calls for a longer reach
 Update = Callable[[int, NDArray[np.int64], Frames], None]
 
@@ -104,6 +106,8 @@ class Engine:
         self._lay_out()
         warn_of_place(pipeline.directory.path, self._entries, pipeline.keep_generations, stacklevel=5)
         if generations.manifest is None:
+            if existing == "resume":
+                _log.warning("%s holds no state to resume: starting anew", pipeline.directory.path)
             pipeline.run(generations.create(self._entries))
             self._adopt(0)
         elif existing == "resume":
@@ -146,8 +150,10 @@ class Engine:
                 books.reset()
             try:
                 pipeline.run(pipeline.load(number, pipeline.books.tables))
-            except Exception as error:
+            except BaseException as error:
                 # The index in memory is of no use now; another generation may still be loaded over it.
+                if not isinstance(error, Exception):
+                    error = UsageError(f"loading generation {number} of {self.path} was interrupted; load it again")
                 pipeline.latch_until_load(error)
                 raise
         finally:
@@ -171,26 +177,31 @@ class Engine:
     def _stand_still(self) -> None:
         """Freeze the bookkeeping, forget the window and wait until nothing is in flight."""
         pipeline = self._pipeline
-        with pipeline.access as books:
-            books.frozen = True
-            books.forget_window()
-        with self._without_staging():
-            pass  # and while the books are frozen nothing is staged
-        pipeline.await_quiet()
+        pipeline.await_interrupted()
+        try:
+            with pipeline.access as books:
+                books.frozen = True
+                books.forget_window()
+            with self._without_staging():
+                pass  # and while the books are frozen nothing is staged
+            pipeline.await_quiet()
+        except BaseException:  # an interrupt, or a failure: nothing is replaced
+            pipeline.books.frozen = False
+            raise
 
     @contextmanager
     def _without_staging(self) -> Iterator[None]:
         """Inside, nothing is on a device: what steps have updated is in frames, what was staged ahead is given up."""
-        for staging in self._pipeline.stagings:
-            staging.stand_still()
         try:
+            for staging in self._pipeline.stagings:
+                staging.stand_still()
             yield
         finally:
             for staging in self._pipeline.stagings:
                 staging.resume()
 
-    def add_table(self, spec: TableSpec) -> None:
-        """Take one more table; the cache is divided anew, so what is in frames is written first."""
+    def add_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Take more tables, all or none; the cache is divided anew, so what is in frames is written first."""
         with self._public:
             self.check_open()
             pipeline = self._pipeline
@@ -199,28 +210,31 @@ class Engine:
             if self.decided:
                 pipeline.run(pipeline.flush())
             self._stand_still()
-            self._specs.append(spec)
+            known = len(self._specs)
+            self._specs.extend(specs)
             try:
                 self._lay_out()
                 if self.decided:
-                    self._settle_new(pipeline.books.tables[-1], spec)
+                    for number in range(known, len(self._specs)):
+                        self._settle_new(number)
             except BaseException:
-                self._specs.pop()
-                self._entries.pop()
-                pipeline.books.tables.pop()
+                for table in pipeline.books.tables[known:]:
+                    if table.file is not None:
+                        pipeline.backend.close(table.file)
+                del self._specs[known:], self._entries[known:], pipeline.books.tables[known:]
                 raise
             finally:
                 with pipeline.access as books:
                     books.frozen = False
 
-    def _settle_new(self, table: Table, spec: TableSpec) -> None:
+    def _settle_new(self, number: int) -> None:
         """Open the log of a table that came late: as its generation has it, or empty."""
         pipeline, manifest = self._pipeline, self._manifest()
+        table, spec, entry = pipeline.books.tables[number], self._specs[number], self._entries[number]
         generations = pipeline.generations
         current = manifest.generation(generations.current) if generations and generations.current is not None else None
-        entry = self._entries[-1]
         if current is not None and current.state(spec.name) is not None:
-            check_match(pipeline.directory.path, self._specs, manifest, current, grow=pipeline.config.grow_tables)
+            check_match(pipeline.directory.path, [spec], manifest, current, grow=pipeline.config.grow_tables)
             pipeline.open_log(table, entry, manifest.uuid)
             pipeline.run(pipeline.load(current.number, [table]))
             table.in_generation = True
@@ -269,6 +283,7 @@ class Engine:
     def check_open(self) -> None:
         """Raise where nothing can be done: in a forked child, after close(), after a failure."""
         self._pipeline.raise_if_forked()
+        self._pipeline.access.let_go()
         if self.closed:
             raise ClosedError(f"the optimizer of {self.path} was closed; make a new one with existing='resume'")
         self._pipeline.raise_failure()
@@ -276,6 +291,7 @@ class Engine:
     def check_open_or_failed(self) -> None:
         """Raise in a forked child and after close(); a failure may be mended by loading a generation."""
         self._pipeline.raise_if_forked()
+        self._pipeline.access.let_go()
         if self.closed:
             self.check_open()
 
@@ -376,6 +392,7 @@ class Engine:
             if self.steps_since_commit == 0:
                 self._refuse_unclaimed()
             pipeline = self._pipeline
+            pipeline.await_interrupted()
             waits_before, counted, whole = pipeline.wait_s, False, False
 
             def count() -> None:
@@ -468,7 +485,9 @@ class Engine:
             arena = self._pipeline.books.tables[number].arena
             needed[id(arena)] = needed.get(id(arena), 0) + len(rows)
         shares = [needed[id(arena)] / arena.n_frames for arena in self._pipeline.books.arenas if id(arena) in needed]
-        return int(self.cache_bytes * max(shares)) + FRAME_OVERHEAD_BYTES
+        arenas = self._pipeline.books.arenas  # of a tiny cache they hold more: one frame each at least
+        held = sum(arena.n_frames * (arena.memory.shape[1] + FRAME_OVERHEAD_BYTES) for arena in arenas)
+        return int(max(self.cache_bytes, held) * max(shares)) + FRAME_OVERHEAD_BYTES
 
     def read(self, table: int, rows: Rows, out: NDArray[np.uint8]) -> None:
         """Copy the rows' records (bytes [n, record_bytes]) to `out`; rows are sorted and unique."""

@@ -79,6 +79,7 @@ class Pipeline:
         self.wait_s = 0.0
         self._ended: deque[int] = deque()  # tickets whose end was called out of a garbage collection
         self._stopped = False
+        self._unwaited: concurrent.futures.Future[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.run(self._start())
         _alive.add(self)
@@ -101,8 +102,15 @@ class Pipeline:
         return self.loop.submit(coroutine)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and wait for it."""
-        return self.submit(coroutine).result()
+        """Run a coroutine on the loop and wait for it. Interrupted, it goes on; see `await_interrupted`."""
+        self._unwaited = self.submit(coroutine)
+        result: _T = self._unwaited.result()
+        return result
+
+    def await_interrupted(self) -> None:
+        """Wait until what an interrupt left running has ended: a step beside a checkpoint would be half in it."""
+        if self._unwaited is not None and not self._unwaited.done():
+            concurrent.futures.wait([self._unwaited])
 
     def wake(self) -> None:
         """Let the tasks look again at what there is to do, for training has moved on; from any thread."""
@@ -215,23 +223,25 @@ class Pipeline:
         began = time.perf_counter()
         try:
             while True:
-                with self.access as books:
-                    self.raise_failure()
-                    books.bring()
-                    job = books.next_new()
-                    if job is None:
-                        positions = books.ready(piece)
-                        if positions is not None:
-                            frames = piece.frames[positions]
-                            return positions, books.lease(piece, positions) if step.lasting else frames
-                        self.wake()
-                        self._wait()
-                        continue
+                job = None
                 try:
+                    with self.access as books:
+                        self.raise_failure()
+                        books.bring()
+                        job = books.next_new()
+                        if job is None:
+                            positions = books.ready(piece)
+                            if positions is not None:
+                                frames = piece.frames[positions]
+                                return positions, books.lease(piece, positions) if step.lasting else frames
+                            self.wake()
+                            self._wait()
+                            continue
                     self.log.fill_new(job)
                 except BaseException:  # an interrupt: whoever needs the rows next does it
-                    with self.access:
-                        job.begun = False
+                    if job is not None:
+                        with self.access:
+                            job.begun = False
                     raise
         finally:
             self.wait_s += time.perf_counter() - began
@@ -347,6 +357,7 @@ class Pipeline:
         if self._stopped or os.getpid() != self.pid:
             return
         self._stopped = True
+        self.access.let_go()
         _alive.discard(self)
         for staging in self.stagings:
             staging.stop(STOP_TIMEOUT_S)
@@ -365,6 +376,8 @@ class Pipeline:
             if table.file is not None:
                 with contextlib.suppress(DeviceError):
                     self.backend.close(table.file)
+        for arena in self.books.arenas:  # now, not when a garbage collection has come twice
+            arena.let_go()
         self.directory.unlock()
 
     def _let_go_late(self) -> None:

@@ -63,3 +63,20 @@ class Statistics:
     compile_s: float
     backend: str
     kernel: str
+
+    def __str__(self) -> str:
+        """The figures that matter first, in a few lines."""
+        step_ms = 1000.0 / max(self.steps, 1)
+        return "\n".join(
+            (
+                f"{self.steps:,} steps updated {self.rows_touched:,} rows; {self.announced_share:.1%} were announced",
+                f"cache: {self.frames:,} frames ({self.cache_bytes / 2**20:,.1f} MiB), hit rate {self.hit_rate:.1%}",
+                f"read: {self.rows_read:,} rows in {self.read_requests:,} requests, {self.read_bytes / 2**20:,.1f} MiB",
+                f"written: {self.rows_written:,} rows in {self.write_requests:,} requests, "
+                f"{self.write_bytes / 2**20:,.1f} MiB; {self.rows_cleaned:,} rows moved by cleaning",
+                f"a step: {self.gradient_s * step_ms:.2f} ms gradient, {self.wait_s * step_ms:.2f} ms waiting, "
+                f"{self.update_s * step_ms:.2f} ms update, {self.commit_s * step_ms:.2f} ms bookkeeping",
+                f"on disk: {self.live_records:,} records in {self.state_bytes_on_disk / 2**20:,.1f} MiB "
+                f"(backend {self.backend}, kernel {self.kernel})",
+            )
+        )

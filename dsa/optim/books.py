@@ -92,7 +92,8 @@ class Books:
             self.warned_share = True
             warnings.warn(
                 f"only {share:.0%} of the rows that steps touched had been announced: the rows function misses rows "
-                "(are negatives drawn in the model? then draw them in the loader's collate function, or use watch())",
+                "(are negatives drawn in the model? then draw them in the loader's collate function, or use watch(); "
+                "are all tables announced, each by its own key?)",
                 stacklevel=5,
             )
 

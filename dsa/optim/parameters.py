@@ -114,6 +114,8 @@ def named(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
             pairs.append((name if name is not None else f"p{len(pairs)}", param))
     seen: set[str] = set()
     for name, _ in pairs:
+        if not isinstance(name, str) or any("\ud800" <= each <= "\udfff" for each in name):
+            raise ConfigError(f"a parameter's name must be a str that UTF-8 can write, got {name!r}")
         if name in seen:
             raise ConfigError(f"two parameters are called {name!r}: names tell tables apart, give each its own")
         seen.add(name)

@@ -155,8 +155,9 @@ def _checked(rows: Rows, table: Table) -> NDArray[np.int64]:
 
 def _as_array(rows: Rows, table: Table) -> NDArray[Any]:
     if isinstance(rows, torch.Tensor):
-        if rows.dtype is torch.bfloat16:
-            raise ConfigError(f"rows of {table.name!r} must be integers, got {rows.dtype}")
+        if rows.dtype is torch.bfloat16 or rows.layout != torch.strided or rows.is_meta or rows.is_quantized:
+            what = "meta" if rows.is_meta else f"{rows.dtype} ({rows.layout})"
+            raise ConfigError(f"rows of {table.name!r} must be integers in a dense tensor, got {what}")
         return rows.detach().cpu().numpy()
     if isinstance(rows, range):
         return np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)

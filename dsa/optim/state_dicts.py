@@ -48,6 +48,9 @@ def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     unknown = [key for key in state if key not in set(keys)]
     if unknown:
         raise MismatchError(f"the state dict has state of {unknown}, its parameter groups are of {keys}; it is damaged")
+    odd = [key for key in state if not isinstance(state[key], Mapping)]
+    if odd:
+        raise MismatchError(f"the state dict's entries of {odd} are no dicts; it is damaged")
     return {number: state[key] for number, key in enumerate(keys) if key in state}
 
 
@@ -91,7 +94,9 @@ def _load_generation(engine: Engine, tables: TableDirectory, state: Mapping[Any,
         raise MismatchError(f"the state dict names several generations ({sorted(map(str, numbers))}); it is damaged")
     generation = numbers.pop()
     if generation is not None:
-        engine.load(int(generation))
+        if not isinstance(generation, int):
+            raise MismatchError(f"the state dict names the generation {generation!r}, no number; it is damaged")
+        engine.load(generation)
 
 
 def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -108,8 +113,15 @@ def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mappi
         lacking = [key for key in ("step", *_FIELDS) if key not in entry]
         if lacking:
             raise MismatchError(f"the state dict's entry of {table.name!r} lacks {lacking}: not SparseAdam's")
+        steps = entry["step"]
+        if not isinstance(steps, (int, float, Tensor)) or not (float(steps) >= 0 and float(steps).is_integer()):
+            raise MismatchError(f"step of {table.name!r} must be a whole number of at least 0, got {steps!r}")
         for name in _FIELDS:
-            shape = tuple(entry[name].shape)
+            moment = entry[name]
+            whole = isinstance(moment, Tensor) and moment.layout == torch.strided and not moment.is_meta
+            if not whole or not moment.is_floating_point():
+                raise MismatchError(f"{name} of {table.name!r} must be a dense real tensor with data, got {moment!r}")
+            shape = tuple(moment.shape)
             if shape != tuple(table.parameter.shape):
                 raise MismatchError(
                     f"{name} of {table.name!r} has shape {shape}, the parameter {tuple(table.parameter.shape)}"
