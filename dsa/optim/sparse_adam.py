@@ -144,12 +144,12 @@ class DiskSparseAdam(Optimizer):
         try:
             pairs = parameters.named(self.param_groups)
             known = len(books.tables.tables)
-            for name, param in pairs[known:]:
+            for _, param in pairs[known:]:
                 device_of_update(param, books.staging, books.kernel)
                 kernels.choose_kernel(books.kernel, param)
                 kernels.warm_up(kernels.choose_kernel(books.kernel, param), param.dtype)
                 gradients.warm_up(param.dtype)
-                books.engine.add_table(parameters.spec(name, param))
+            books.engine.add_tables([parameters.spec(name, param) for name, param in pairs[known:]])
             books.use_tables(pairs)
         except BaseException:
             del self.param_groups[before:]
@@ -393,12 +393,7 @@ class DiskSparseAdam(Optimizer):
 
     def _kernel_name(self) -> str:
         books = self._books
-        names = {
-            "reference"
-            if books.engine.stages_table(table.number)
-            else kernels.choose_kernel(books.kernel, table.parameter).name
-            for table in books.tables.tables
-        }
+        names = {kernels.choose_kernel(books.kernel_of(table), table.parameter).name for table in books.tables.tables}
         return "+".join(sorted(names))
 
     def _refresh_state(self) -> None:
