@@ -59,6 +59,9 @@ class Access:
         finally:
             with contextlib.suppress(RuntimeError):  # an interrupt in wait() before it had taken the lock again
                 self.condition.release()
+        # An interrupt inside a compiled function's dispatch comes out as the cause of a SystemError.
+        if isinstance(error, SystemError) and isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__
 
     def wait(self) -> None:
         """Wait, inside `with`, until something has changed; an interrupt while waiting harms nothing."""

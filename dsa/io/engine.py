@@ -80,6 +80,7 @@ class Engine:
         self.closed = False
         self.decided = False  # whether it is settled which state the tables have
         self.steps_since_commit = 0
+        self._all_claimed = False  # every table on disk has a parameter
         self._specs: list[TableSpec] = []
         self._entries: list[TableEntry] = []
         self._public = threading.RLock()
@@ -162,6 +163,7 @@ class Engine:
         for table in pipeline.books.tables:
             table.in_generation = True
         self.decided = True
+        self._all_claimed = False
         self._uncommitted(0)
 
     def _refuse_unclaimed(self) -> None:
@@ -173,6 +175,7 @@ class Engine:
                 f"{self._pipeline.directory.path}: the state has the tables {unclaimed}, the optimizer has parameters "
                 f"{sorted(mine)}; give it all of them, or use another state_dir"
             )
+        self._all_claimed = True
 
     def _stand_still(self) -> None:
         """Freeze the bookkeeping, forget the window and wait until nothing is in flight."""
@@ -389,7 +392,7 @@ class Engine:
         with self._public:
             self.check_open()
             self.check_decided()
-            if self.steps_since_commit == 0:
+            if not self._all_claimed:
                 self._refuse_unclaimed()
             pipeline = self._pipeline
             pipeline.await_interrupted()

@@ -29,6 +29,9 @@ def check_groups(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ConfigError("not an optimizer's state dict: it needs 'state' and 'param_groups'")
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ConfigError(f"parameter group {number} of the state dict is no dict with 'params', but {group!r:.80}")
     mine = [len(group["params"]) for group in groups]
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
     if mine != theirs:
