@@ -7,7 +7,7 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,7 @@ class Bookkeeping:
     step: Step | None = None
     draining: bool = False  # a checkpoint wants every dirty frame written
     frames_wanted: bool = False  # somebody waits for a frame: write what there is, however little (rule 9)
+    give_back: Callable[[], bool] = lambda: False  # asked for frames when no batch is held any more
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
     _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
     _writing: int = 0
@@ -207,7 +208,8 @@ class Bookkeeping:
         """Begin a step (`lasting`) or a read of the rows; a step uses up its announcements."""
         batch = self.window.new(Kind.STEP, rows_by_table)
         used, late = self.window.used_by_step() if lasting else ([], [])
-        self.step = Step(batch, lasting, announced=bool(used or late))
+        sequences = frozenset(announced.sequence for announced in used)
+        self.step = Step(batch, lasting, announced=bool(used or late), used=sequences)
         self._bring_pieces(batch)
         for announced in used:
             # What the step pinned stays pinned; what it does not touch becomes free to go.
@@ -239,7 +241,7 @@ class Bookkeeping:
         """Take frames for the running step's rows, from the youngest held batches if need be; whether all have one."""
         step = self._running()
         self._bring_pieces(step.batch)
-        while not step.batch.complete and self._release_youngest():
+        while not step.batch.complete and (self._release_youngest() or self.give_back()):
             self._bring_pieces(step.batch)
         self.frames_wanted = not step.batch.complete
         return step.batch.complete

@@ -239,6 +239,10 @@ class Arena:
         """The step is done with the frames."""
         _clear(frames, self.flags, LEASED)
 
+    def stay_leased(self, frames: Frames) -> None:
+        """The frames (distinct) have another lease that goes on."""
+        self.flags[frames] |= LEASED
+
     def unpin(self, frames: Frames) -> None:
         """Take one pin off each (negative numbers: none there)."""
         self.pinned -= int(_unpin(frames, self.pins))

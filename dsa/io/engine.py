@@ -10,22 +10,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dsa.config import IOConfig
 from dsa.errors import ClosedError, ConfigError, MismatchError, StateExistsError, UsageError
 from dsa.io.backends import open_backend
 from dsa.io.cache import FRAME_OVERHEAD_BYTES, Frames, Rows
+from dsa.io.devices import open_device
 from dsa.io.directory import Directory
 from dsa.io.disk_space import warn_of_place
 from dsa.io.jobs import Step
 from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
+from dsa.io.staging import Staging
+from dsa.io.staging import Update as OnDevice
 from dsa.io.statistics import Statistics
 from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
 from dsa.io.window import Kind
@@ -80,6 +84,9 @@ class Engine:
         self._specs: list[TableSpec] = []
         self._entries: list[TableEntry] = []
         self._public = threading.RLock()
+        self._stagings: dict[torch.device, Staging] = {}
+        self._staging_of: dict[int, Staging] = {}  # by table, those that are staged
+        self._device_of: dict[int, torch.device] = {}
         self._update_s = 0.0
         self._commit_s = 0.0
         self._stepped = time.perf_counter()
@@ -178,16 +185,31 @@ class Engine:
             with pipeline.access as books:
                 books.frozen = True
                 books.forget_window()
+            with self._without_staging():
+                pass  # and while the books are frozen nothing is staged
             pipeline.await_quiet()
         except BaseException:  # an interrupt, or a failure: nothing is replaced
             pipeline.books.frozen = False
             raise
+
+    @contextmanager
+    def _without_staging(self) -> Iterator[None]:
+        """Inside, nothing is on a device: what steps have updated is in frames, what was staged ahead is given up."""
+        try:
+            for staging in self._pipeline.stagings:
+                staging.stand_still()
+            yield
+        finally:
+            for staging in self._pipeline.stagings:
+                staging.resume()
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Take more tables, all or none; the cache is divided anew, so what is in frames is written first."""
         with self._public:
             self.check_open()
             pipeline = self._pipeline
+            for staging in pipeline.stagings:
+                staging.drain()
             if self.decided:
                 pipeline.run(pipeline.flush())
             self._stand_still()
@@ -314,20 +336,59 @@ class Engine:
 
     # Stepping and reading.
 
-    def step(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> int:
+    def place(self, table: int, device: torch.device | None) -> None:
+        """Say where the table's updates are carried out from now on: in frames (None), or staged on a device."""
+        staging = self._staging_of.get(table)
+        if (device is None) if staging is None else (device == self._device_of[table]):
+            return
+        with self._public, self._without_staging():
+            if staging is not None:
+                staging.remove_table(table)
+                del self._staging_of[table], self._device_of[table]
+            if device is not None:
+                found = self._stagings.get(device)
+                if found is None:
+                    found = self._stagings[device] = self._pipeline.add_staging(open_device(device))
+                found.add_table(table)
+                self._staging_of[table], self._device_of[table] = found, device
+
+    @property
+    def stages(self) -> bool:
+        """Whether any table is staged on a device."""
+        return bool(self._staging_of)
+
+    def stages_table(self, table: int) -> bool:
+        """Whether the table is."""
+        return table in self._staging_of
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all memory of staging buffers is pinned."""
+        return all(staging.pinned for staging in self._pipeline.stagings)
+
+    def step(
+        self,
+        rows_by_table: Mapping[int, Rows],
+        update: Update,
+        counts: Sequence[int],
+        on_device: OnDevice | None = None,
+    ) -> int:
         """Run one step: `update(table, positions, frames)` for all rows, in one call a table or in parts.
 
         Args:
             rows_by_table: sorted unique rows.
             update: called with positions into those rows, and their frames, leased.
             counts: the tables whose step count rises by one, those with no rows included.
+            on_device: the update of tables that are staged.
 
         Returns:
             0; where the step was done in parts, the cache's bytes that would have avoided it.
         """
-        return self._run(rows_by_table, update, counts)
+        return self._run(rows_by_table, update, counts, on_device)
 
-    def _run(self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int]) -> int:
+    def _run(
+        self, rows_by_table: Mapping[int, Rows], update: Update, counts: Sequence[int], on_device: OnDevice | None
+    ) -> int:
         with self._public:
             self.check_open()
             self.check_decided()
@@ -336,32 +397,55 @@ class Engine:
             pipeline = self._pipeline
             pipeline.await_interrupted()
             waits_before, counted, whole = pipeline.wait_s, False, False
+
+            def count() -> None:
+                nonlocal counted
+                if not counted:
+                    counted = True
+                    self._count(counts)
+
             try:
                 with pipeline.access as books:
                     pipeline.settle_ended_locked(books)
                     step = books.begin(rows_by_table, lasting=True)
+                if on_device is not None:
+                    self._step_ahead(step, on_device, count)
                 for piece in step.batch.pieces:
+                    staging = self._staging_of.get(piece.table) if on_device is not None else None
                     while piece.remaining:
                         with self.stage("dsa::wait"):
                             positions, frames = pipeline.await_rows(step, piece)
-                        if not counted:
-                            counted = True
-                            self._count(counts)
+                        count()
                         began = time.perf_counter()
                         with self.stage("dsa::update"):
-                            update(piece.table, positions, frames)
+                            if staging is not None and on_device is not None:
+                                staging.step_part(piece, positions, on_device)
+                            else:
+                                update(piece.table, positions, frames)
                         updated = time.perf_counter()
-                        with pipeline.access as books:
-                            books.commit(piece, positions)
+                        if staging is None:
+                            with pipeline.access as books:
+                                books.commit(piece, positions)
                         self._update_s += updated - began
                         self._commit_s += time.perf_counter() - updated
-                if not counted:
-                    self._count(counts)
+                count()
                 self._size_reach(step, pipeline.wait_s - waits_before)
                 whole = True
             finally:
                 self._end(whole)
         return self._needed_cache_bytes(rows_by_table) if step.in_parts else 0
+
+    def _step_ahead(self, step: Step, on_device: OnDevice, count: Callable[[], None]) -> None:
+        """Update what is staged for the step, and have the rest ready for going in parts."""
+        for staging in self._pipeline.stagings:
+            pieces = [piece for piece in step.batch.pieces if piece.table in staging.tables]
+            began, waited_before = time.perf_counter(), staging.waited_s
+            with self.stage("dsa::update"):
+                staging.step_ahead(step, on_device, count)
+            staging.await_back([piece for piece in pieces if piece.remaining])
+            waited_s = staging.waited_s - waited_before
+            self._pipeline.wait_s += waited_s
+            self._update_s += time.perf_counter() - began - waited_s
 
     def _size_reach(self, step: Step, waited_s: float) -> None:
         now = time.perf_counter()
@@ -414,6 +498,8 @@ class Engine:
             self.check_open()
             self.check_decided()
             pipeline = self._pipeline
+            for staging in pipeline.stagings:
+                staging.drain()
             try:
                 with pipeline.access as books:
                     step = books.begin({table: rows}, lasting=False)
@@ -454,6 +540,8 @@ class Engine:
                     pipeline.run(generations.settle())
                 return generations.current
             try:
+                for staging in pipeline.stagings:
+                    staging.drain()
                 number = pipeline.run(pipeline.checkpoint(self._entries, fingerprints, counted))
             except Exception as error:
                 pipeline.latch(error)
@@ -506,7 +594,8 @@ class Engine:
 
     def overwrite(self, table: int, rows: Rows, put: Update) -> None:
         """Let `put` write the frames of the rows (sorted, unique), as a step does, but no step is counted."""
-        self._run({table: rows}, put, ())
+        with self._public, self._without_staging():
+            self._run({table: rows}, put, (), None)
 
     def announced_lately(self) -> tuple[int, float]:
         """Steps for which something had been announced, and the share of the rows they touched that had been."""
@@ -551,6 +640,7 @@ class Engine:
             cache_bytes=sum(arena.n_frames * (arena.memory.shape[1] + FRAME_OVERHEAD_BYTES) for arena in books.arenas),
             state_bytes_on_disk=sum(table.file_segments * table.layout.segment_bytes for table in books.tables),
             live_records=sum(table.segments.live_records for table in books.tables),
+            device_bytes=sum(staging.device_bytes for staging in pipeline.stagings),
             gradient_s=gradient_s,
             wait_s=pipeline.wait_s,
             update_s=self._update_s,

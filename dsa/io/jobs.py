@@ -88,6 +88,7 @@ class Step:
     announced: bool = False  # something was announced for it
     leased: bool = False  # some row was leased: from here on there is no way back
     in_parts: bool = False
+    used: frozenset[int] = frozenset()  # the announced batches that it used up
 
 
 @dataclass

@@ -28,6 +28,7 @@ from dsa.io.backends.base import Backend
 from dsa.io.backends.watched import WatchedBackend
 from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Frames
+from dsa.io.devices import Device
 from dsa.io.directory import Directory
 from dsa.io.generations import Generations, TableImage, discard
 from dsa.io.jobs import Step, Table
@@ -37,6 +38,7 @@ from dsa.io.manifest import TableEntry
 from dsa.io.prefetch import Prefetch
 from dsa.io.reach import Reach
 from dsa.io.rowlog import RowLog
+from dsa.io.staging import Staging
 from dsa.io.window import Piece, Window
 from dsa.io.writebehind import WriteBehind
 
@@ -68,6 +70,8 @@ class Pipeline:
             Window(config.known_batches, config.known_rows), Reach(config.held_batches), config.read_chunk_bytes
         )
         self.access = Access(self.books, self._latch_locked)
+        self.stagings: list[Staging] = []
+        self.books.give_back = self._give_back
         self.log = RowLog(self.backend, self.books, config, self.access.condition, self._settled)
         self.loop = LoopThread("dsa-loop", use_uvloop=config.uvloop)
         self.generations: Generations | None = None
@@ -111,6 +115,8 @@ class Pipeline:
     def wake(self) -> None:
         """Let the tasks look again at what there is to do, for training has moved on; from any thread."""
         self.loop.call_soon(self._called)
+        for staging in self.stagings:
+            staging.wake()
 
     def _called(self) -> None:
         self._writebehind.calls += 1
@@ -125,6 +131,25 @@ class Pipeline:
         # Called under the lock, by whoever has brought or written something.
         self.access.condition.notify_all()
         self.loop.call_soon(self._wake)
+        for staging in self.stagings:
+            staging.wake()
+
+    # Staging.
+
+    def add_staging(self, device: Device) -> Staging:
+        """A double buffer for a device."""
+        staging = Staging(device, self.access, self.books, self._settled, self.latch, self.raise_failure)
+        self.stagings.append(staging)
+        return staging
+
+    def _give_back(self) -> bool:
+        return any(staging.staged.give_back() for staging in self.stagings)
+
+    def _wait(self) -> None:
+        """Wait, inside the lock, until something has changed."""
+        for staging in self.stagings:
+            staging.device.hurry()
+        self.access.wait()
 
     # Failure.
 
@@ -177,6 +202,8 @@ class Pipeline:
         if self._ended:
             with self.access as books:
                 self.settle_ended_locked(books)
+            for staging in self.stagings:
+                staging.wake()
 
     def settle_ended_locked(self, books: Bookkeeping) -> None:
         """Carry out the ends that were asked for; the caller holds the lock."""
@@ -208,7 +235,7 @@ class Pipeline:
                                 frames = piece.frames[positions]
                                 return positions, books.lease(piece, positions) if step.lasting else frames
                             self.wake()
-                            self.access.wait()
+                            self._wait()
                             continue
                     self.log.fill_new(job)
                 except BaseException:  # an interrupt: whoever needs the rows next does it
@@ -227,7 +254,7 @@ class Pipeline:
                 if books.quiet():
                     return
                 self.wake()
-                self.access.wait()
+                self._wait()
 
     # Generations.
 
@@ -332,6 +359,8 @@ class Pipeline:
         self._stopped = True
         self.access.let_go()
         _alive.discard(self)
+        for staging in self.stagings:
+            staging.stop(STOP_TIMEOUT_S)
         ended = self.loop.stop(STOP_TIMEOUT_S)
         self.backend.shut_down(STOP_TIMEOUT_S)
         if isinstance(self.failure, DeviceError) and self.failure.errno == errno.ETIMEDOUT:

@@ -25,6 +25,7 @@ class Statistics:
         frames, cache_bytes: frames in all, and their bytes (bookkeeping included).
         state_bytes_on_disk: length of the logs, all tables.
         live_records: rows that have a record on disk.
+        device_bytes: memory of accelerators that the staging buffers have.
         gradient_s, wait_s, update_s, commit_s: time that steps spent on coalescing gradients, waiting for rows,
             updating, and bookkeeping.
         compile_s: time that compiling, or loading compiled code, took in the constructor.
@@ -54,6 +55,7 @@ class Statistics:
     cache_bytes: int
     state_bytes_on_disk: int
     live_records: int
+    device_bytes: int
     gradient_s: float
     wait_s: float
     update_s: float

@@ -10,9 +10,11 @@ from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Arena
 from dsa.io.extents import plan
 from dsa.io.jobs import Table
+from dsa.io.kernels_on_rows import gather_records, scatter_records
 from dsa.io.layout import RecordLayout, checked_gather, checked_scatter, segment_layout, zero_frames
 from dsa.io.memory import allocate
 from dsa.io.segments import Segments
+from dsa.io.staged import StagedBatches
 from dsa.io.window import Kind, Window
 
 _ROWS = 8
@@ -61,6 +63,18 @@ def _run_once(slot_dtype: Any) -> None:
             checked_gather(arena.words, write.frames, write.rows, records, write.checks)
             books.copied(write)
             books.written(write)
+    records = np.empty((4, record.record_bytes // 8), np.uint64)
+    staged = StagedBatches(books)
+    books.announce(Kind.ANNOUNCED, {0: rows})
+    books.next_fill()
+    job = staged.next(frozenset((0,)), 1 << 20)
+    if job is not None:
+        staged.gathered(job)
+        leases = staged.take(job, books.begin({0: rows}, lasting=True))
+        gather_records(arena.words, leases[0].frames, records)
+        scatter_records(records, leases[0].at, arena.words, leases[0].frames)
+        staged.back(leases)
+        books.end_step()
     segments.still_live(rows, 0)
     empty = np.empty(0, np.int64)
     segments.written(segments.allocate(cleaning=True), empty, np.empty(0, np.uint32), 0, empty)

@@ -12,7 +12,8 @@ from torch import Tensor
 from dsa.io.engine import Engine
 from dsa.io.window import Kind
 from dsa.optim.fingerprint import fingerprint
-from dsa.optim.row_sets import Key, Rows, TableDirectory, resolve
+from dsa.optim.placement import device_of_update
+from dsa.optim.row_sets import Key, Rows, Table, TableDirectory, resolve
 
 _JUDGED_STEPS = 10
 _LEAST_SHARE = 0.9
@@ -21,9 +22,10 @@ _LEAST_SHARE = 0.9
 class Books:
     """All of the optimizer's own state that changes (tools copy an optimizer's `__dict__`, and this stays one)."""
 
-    def __init__(self, engine: Engine, kernel: str, tables: TableDirectory) -> None:
+    def __init__(self, engine: Engine, kernel: str, staging: str, tables: TableDirectory) -> None:
         self.engine = engine
         self.kernel = kernel
+        self.staging = staging
         self.tables = tables
         self.announcer = Announcer(engine, tables)
         self.gradient_s = 0.0
@@ -31,9 +33,29 @@ class Books:
         self.unchecked_weights = False  # a generation was loaded and no step has come since
         self.warned_share = False
         self.warned_parts = False
+        self.warned_pageable = False
 
     def use_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
         self.tables = self.announcer.tables = TableDirectory(pairs)
+
+    def place_tables(self) -> None:
+        """Have each update where its parameter is now; `model.to()` keeps parameters and moves them."""
+        for table in self.tables.tables:
+            self.engine.place(table.number, device_of_update(table.parameter, self.staging, self.kernel))
+
+    def kernel_of(self, table: Table) -> str:
+        """The kernel asked for; staged rows are updated by the reference kernel's arithmetic."""
+        return "reference" if self.engine.stages_table(table.number) else self.kernel
+
+    def warn_pageable(self) -> None:
+        """Warn, once, where memory for staging could not be pinned."""
+        if not self.warned_pageable and not self.engine.pinned:
+            self.warned_pageable = True
+            warnings.warn(
+                "the system gave no pinned memory for the staging buffers: copies to the device and back make the host "
+                "wait; `ulimit -l`, or smaller batches, may mend it",
+                stacklevel=4,
+            )
 
     def fingerprints(self) -> list[int]:
         return [fingerprint(table.parameter) for table in self.tables.tables]

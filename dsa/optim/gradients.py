@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,12 @@ class SparseGradient:
         rows: int64 [k], ascending and distinct, on the parameter's device.
         values: [k, width], contiguous, in the gradient's own dtype; width is the product of the parameter's other
             dimensions (1 where there are none).
+        host: the rows on the host, where they are elsewhere too; there when `await_host` returns, and not checked yet.
     """
 
     rows: Tensor
     values: Tensor
+    host: Tensor | None = None
 
 
 def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | None:
@@ -57,6 +60,8 @@ def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | No
         return None
     _check(name, param, grad)
     grad = grad.detach()
+    if grad.device.type == "cuda":
+        return _by_coalescing(param, grad, maximize)
     indices, values = grad._indices()[0], grad._values()
     count, width = len(indices), math.prod(param.shape[1:])
     if count == 0 or width == 0:
@@ -73,6 +78,42 @@ def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | No
     grad._coalesced_(False)  # of this detached alias only: it may say so falsely
     whole = (-grad if maximize else grad).coalesce()
     return SparseGradient(whole.indices()[0].contiguous(), whole.values().reshape(-1, width).contiguous())
+
+
+def _by_coalescing(param: Tensor, grad: Tensor, maximize: bool) -> SparseGradient:
+    """By torch's own coalesce(); the rows' copy to the host is begun, and checked there (`rows_on_host`)."""
+    whole = (-grad if maximize else grad).coalesce()
+    rows = whole.indices()[0].contiguous()
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda).copy_(rows, non_blocking=True)
+    return SparseGradient(rows, whole.values().reshape(-1, math.prod(param.shape[1:])).contiguous(), host)
+
+
+def await_host(params: Iterable[Tensor]) -> None:
+    """Wait, once a device, until copies to the host that `unique_rows` has begun have been made."""
+    for device in {param.device for param in params if param.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def rows_on_host(
+    name: str, param: Tensor, gradient: SparseGradient, maximize: bool
+) -> tuple[SparseGradient, NDArray[np.int64]]:
+    """The gradient's rows in memory of the host, checked; the gradient itself, mended where it said of itself what was
+    not so.
+
+    Raises:
+        UsageError: it has rows that the parameter does not have.
+    """
+    if gradient.host is None:
+        return gradient, gradient.rows.cpu().numpy()
+    rows = gradient.host.numpy()
+    if len(rows) > 1 and not (rows[1:] > rows[:-1]).all() and param.grad is not None:
+        grad = param.grad.detach()
+        grad._coalesced_(False)  # of this detached alias only: it had said so falsely
+        gradient = _by_coalescing(param, grad, maximize)
+        rows = gradient.rows.cpu().numpy()
+    if len(rows):
+        _check_range(name, param, rows[0], rows[-1])
+    return gradient, rows
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -159,7 +200,7 @@ def _ascending(indices: Tensor) -> bool:
     return bool((indices[1:] > indices[:-1]).all())
 
 
-def _check_range(name: str, param: Tensor, least: Tensor, most: Tensor) -> None:
+def _check_range(name: str, param: Tensor, least: Tensor | np.int64, most: Tensor | np.int64) -> None:
     if int(least) < 0 or int(most) >= len(param):
         raise UsageError(
             f"the gradient of {name} has rows {int(least)} to {int(most)}, the parameter has {len(param)}: "

@@ -69,6 +69,37 @@ class Kernel(Protocol):
         """
 
 
+def reference_step(
+    old: Tensor, values: Tensor, beta1: float, beta2: float, eps: float, step_size: float
+) -> tuple[Tensor, Tensor]:
+    """SparseAdam's operations on both moments of some rows, on the device that they are on.
+
+    Args:
+        old: [k, 2 * width], fp32 or fp64: exp_avg, then exp_avg_sq.
+        values: [k, width]: the gradient, in a dtype of its own.
+
+    Returns:
+        The new moments, as `old`, and what is to be added to the weights, [k, width].
+    """
+    width = values.shape[1]
+    exp_avg, exp_avg_sq = old[:, :width], old[:, width:]
+    grad = values.to(old.dtype)
+    exp_avg_update = grad.sub(exp_avg).mul_(1 - beta1)
+    exp_avg_sq_update = grad.pow(2).sub_(exp_avg_sq).mul_(1 - beta2)
+    new = torch.cat((exp_avg + exp_avg_update, exp_avg_sq + exp_avg_sq_update), 1)
+    numer = exp_avg_update.add_(exp_avg)
+    denom = exp_avg_sq_update.add_(exp_avg_sq).sqrt_().add_(eps)
+    return new, -step_size * numer.div_(denom)
+
+
+def add_to_rows(param: Tensor, rows: Tensor, change: Tensor) -> None:
+    """Add `change`, fp32 or fp64 [k, width], to rows of the parameter, in its own precision, and round once."""
+    weights = param.detach()
+    shape = (len(rows), *weights.shape[1:])
+    updated = weights.index_select(0, rows).to(change.dtype).add_(change.view(shape))
+    weights.index_copy_(0, rows, updated.to(weights.dtype))
+
+
 class ReferenceKernel:
     """torch.optim.SparseAdam's own operations, in its order, on gathered rows; any device."""
 
@@ -88,18 +119,8 @@ class ReferenceKernel:
             return
         width = values.shape[1]
         old = torch.from_numpy(moments[frames, : 2 * width]).to(param.device)
-        exp_avg, exp_avg_sq = old[:, :width], old[:, width:]
-        grad = values.to(old.dtype)
-        exp_avg_update = grad.sub(exp_avg).mul_(1 - hyper.beta1)
-        exp_avg_sq_update = grad.pow(2).sub_(exp_avg_sq).mul_(1 - hyper.beta2)
-        new = torch.cat((exp_avg + exp_avg_update, exp_avg_sq + exp_avg_sq_update), 1)
-        numer = exp_avg_update.add_(exp_avg)
-        denom = exp_avg_sq_update.add_(exp_avg_sq).sqrt_().add_(hyper.eps)
-        change = -hyper.step_size * numer.div_(denom)
-        weights = param.detach()
-        shape = (len(rows), *weights.shape[1:])
-        updated = weights.index_select(0, rows).to(old.dtype).add_(change.view(shape))
-        weights.index_copy_(0, rows, updated.to(weights.dtype))
+        new, change = reference_step(old, values, hyper.beta1, hyper.beta2, hyper.eps, hyper.step_size)
+        add_to_rows(param, rows, change)
         moments[frames, : 2 * width] = new.cpu().numpy()
 
 
@@ -143,12 +164,14 @@ _KERNELS: dict[str, Kernel] = {each.name: each for each in (ReferenceKernel(), E
 
 
 def choose_kernel(name: str, param: Tensor) -> Kernel:
-    """The kernel of that name for `param`; "auto" is `exact` on the CPU and `reference` elsewhere.
+    """The kernel of that name for `param`; "auto" is `reference` for CUDA and `exact` elsewhere.
+
+    Parameters on other accelerators are updated on the CPU (see placement.py).
 
     Raises:
         ConfigError: no kernel has that name, or it does not run on the parameter's device.
     """
-    on_cpu = param.device.type == "cpu"
+    on_cpu = param.device.type not in ("cuda", "meta")
     if name == "auto":
         return _KERNELS["exact" if on_cpu else "reference"]
     if name not in _KERNELS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -31,7 +32,9 @@ from dsa.optim.gradients import SparseGradient, unique_rows
 from dsa.optim.hooks import WatchHandle
 from dsa.optim.hooks import watch as watch_modules
 from dsa.optim.lookahead import Lookahead
+from dsa.optim.placement import device_of_update, update_in_frames
 from dsa.optim.row_sets import Key, Rows, TableDirectory, resolve
+from dsa.optim.staged_update import Work, updater
 
 _log = logging.getLogger("dsa")
 
@@ -54,7 +57,10 @@ class DiskSparseAdam(Optimizer):
             goes on from its newest generation, "discard" starts anew.
         backend: "auto", or the name of one ("threads", "aiofiles", ...).
         kernel: "auto", "exact", "fast" or "reference": how the update is carried out.
-        staging: "auto", "on" or "off": the pinned double buffer for parameters on an accelerator.
+        staging: the double buffer in pinned memory, through which moments go to parameters on CUDA and back: "auto"
+            uses it for those; "on" also for parameters on the CPU, whose copies and updates then finish late and out of
+            order as an accelerator's may (to test with); "off" copies what a step needs in the step. Where a parameter
+            is, is looked at in each step. On other accelerators the update is done on the CPU.
         keep_generations: how many checkpoints handed out stay loadable, the newest; None: all, until `release`.
         io: knobs of the I/O engine; with `IOConfig(grow_tables=True)` tables that have grown (more rows, of the same
             width) are taken over, their new rows with zero moments.
@@ -95,6 +101,7 @@ class DiskSparseAdam(Optimizer):
         pairs = parameters.named(self.param_groups)
         for _, param in pairs:
             kernels.choose_kernel(kernel, param)
+            device_of_update(param, staging, kernel)
         specs = [parameters.spec(name, param) for name, param in pairs]
         if not any("param_names" in group for group in self.param_groups):
             parameters.warn_of_lookalikes(pairs)
@@ -112,7 +119,8 @@ class DiskSparseAdam(Optimizer):
             keep_generations=keep_generations,
             config=io or IOConfig(),
         )
-        self._books = Books(engine, kernel, TableDirectory(pairs))
+        self._books = Books(engine, kernel, staging, TableDirectory(pairs))
+        self._books.place_tables()
         self._books.compile_s = compile_s
         self._books.unchecked_weights = existing == "resume"
         engine.stage = torch.profiler.record_function
@@ -137,6 +145,7 @@ class DiskSparseAdam(Optimizer):
             pairs = parameters.named(self.param_groups)
             known = len(books.tables.tables)
             for _, param in pairs[known:]:
+                device_of_update(param, books.staging, books.kernel)
                 kernels.choose_kernel(books.kernel, param)
                 kernels.warm_up(kernels.choose_kernel(books.kernel, param), param.dtype)
                 gradients.warm_up(param.dtype)
@@ -156,6 +165,12 @@ class DiskSparseAdam(Optimizer):
         Waits only for rows that are not in frames yet. A failed step may leave weights and moments mixed: its error
         says so.
 
+        With parameters on an accelerator the host waits for it where the gradient's rows come to the host, for there a
+        wrong announcement is found: once for those of all parameters, after `coalesce()`, which waits for the number of
+        distinct rows as it does in SparseAdam's own step. (A learning rate that is a tensor on the device is waited for
+        too.) Where the rows were announced it waits for nothing else: copies and the update are ordered by events.
+        Rows that were not announced go in parts, which wait for earlier steps' records of the same rows to be back.
+
         Raises:
             UsageError: a dense gradient, or one of another shape (nothing was changed).
             StateExistsError: `state_dir` holds state and nobody said what is to become of it.
@@ -170,40 +185,53 @@ class DiskSparseAdam(Optimizer):
         books.engine.check_decided()
         began = time.perf_counter()
         with torch.profiler.record_function("dsa::gradient"):
-            work = self._gradients()
+            work, rows = self._gradients()
         books.gradient_s += time.perf_counter() - began
         if books.unchecked_weights:
             books.compare_weights()
-        rows = {number: gradient.rows.cpu().numpy() for number, (_, gradient) in work.items()}
+        books.place_tables()
 
-        def update(number: int, positions: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
-            group, gradient = work[number]
-            param = books.tables.tables[number].parameter
-            hyper = kernels.Hyperparameters(
+        def hyper_of(number: int) -> kernels.Hyperparameters:
+            group = work[number][0]
+            return kernels.Hyperparameters(
                 lr=group["lr"],
                 beta1=parameters.number(group["betas"][0]),
                 beta2=parameters.number(group["betas"][1]),
                 eps=parameters.number(group["eps"]),
                 step=books.engine.steps_of(number),
             )
+
+        def update(number: int, positions: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+            gradient = work[number][1]
+            param = books.tables.tables[number].parameter
             some_rows, values = gradient.rows, gradient.values
             if len(positions) < len(some_rows):
                 at = torch.from_numpy(positions).to(some_rows.device)
                 some_rows, values = some_rows[at], values[at]
             chosen = kernels.choose_kernel(books.kernel, param)
-            chosen.update(books.engine.moments_array(number), frames, param, some_rows, values, hyper)
+            moments = books.engine.moments_array(number)
+            update_in_frames(chosen, moments, frames, param, some_rows, values, hyper_of(number))
 
+        on_device = None
+        if books.engine.stages:
+            on_device = updater(
+                {
+                    number: Work(books.tables.tables[number].parameter, gradient, functools.partial(hyper_of, number))
+                    for number, (_, gradient) in work.items()
+                }
+            )
         try:
-            books.warn_parts(books.engine.step(rows, update, list(work)))
+            books.warn_parts(books.engine.step(rows, update, list(work), on_device))
         finally:
             for number in work:
                 self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
         books.judge_announcements()
+        books.warn_pageable()
         return loss
 
-    def _gradients(self) -> dict[int, tuple[dict[str, Any], SparseGradient]]:
-        """Table number -> its group and gradient, for the parameters that have one."""
-        work = {}
+    def _gradients(self) -> tuple[dict[int, tuple[dict[str, Any], SparseGradient]], dict[int, NDArray[np.int64]]]:
+        """By table number, for the parameters that have a gradient: group and gradient, and its rows on the host."""
+        found = []
         for group in self.param_groups:
             for param in group["params"]:
                 table = self._books.tables.of_parameter(param)
@@ -215,8 +243,14 @@ class DiskSparseAdam(Optimizer):
                 parameters.check_unchanged(self._books.engine.spec_of(table.number), param)
                 gradient = unique_rows(table.name, param, bool(group.get("maximize", False)))
                 if gradient is not None:
-                    work[table.number] = (group, gradient)
-        return work
+                    found.append((table, group, gradient))
+        gradients.await_host(table.parameter for table, _, _ in found)
+        work, rows = {}, {}
+        for table, group, gradient in found:
+            maximize = bool(group.get("maximize", False))
+            gradient, rows[table.number] = gradients.rows_on_host(table.name, table.parameter, gradient, maximize)
+            work[table.number] = (group, gradient)
+        return work, rows
 
     # Announcing.
 
@@ -359,7 +393,7 @@ class DiskSparseAdam(Optimizer):
 
     def _kernel_name(self) -> str:
         books = self._books
-        names = {kernels.choose_kernel(books.kernel, table.parameter).name for table in books.tables.tables}
+        names = {kernels.choose_kernel(books.kernel_of(table), table.parameter).name for table in books.tables.tables}
         return "+".join(sorted(names))
 
     def _refresh_state(self) -> None:
