@@ -70,6 +70,17 @@ class Training:
     def announce(self, rows: list[int], kind: Kind = Kind.ANNOUNCED) -> int:
         return self.engine.announce(kind, {0: array(rows)})
 
+    def await_held(self, ticket: int) -> None:
+        """Wait until all rows of an announced batch are in frames."""
+        books, condition = self.pipeline.books, self.pipeline.access.condition
+
+        def held() -> bool:
+            batch = books.window.get(ticket)
+            return batch is not None and batch.complete and books.quiet()
+
+        with condition:
+            assert condition.wait_for(held, LIMIT_S)
+
     def fill_the_disk(self) -> None:
         """Update every row once and commit; the last rows stay in frames, the others are on disk only."""
         for first in range(0, N_ROWS, N_FRAMES):
@@ -160,10 +171,8 @@ def test_a_step_whose_announced_reads_are_done_submits_none(make: Callable[..., 
     training.fill_the_disk()
     backend = training.backend
     for rows in ([0, 9, 18], [27, 36], [0, 27]):
-        before = backend.submitted["read"]
-        training.announce(rows)
-        if rows != [0, 27]:
-            backend.await_completed("read", before + 1)
+        ticket = training.announce(rows)
+        training.await_held(ticket)
         announced = backend.submitted["read"]
         backend.hold("read")
         training.step(rows)  # with a read of its own it would wait for ever
