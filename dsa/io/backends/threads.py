@@ -33,7 +33,7 @@ from dsa.io.backends.posix_files import LocalFiles, descriptor
 from dsa.io.compile import kernel
 from dsa.io.extents import Extents, check_placement
 
-_MOST_READ_THREADS = 16
+_MOST_READ_THREADS = 32
 # What a request costs beside its bytes, in bytes: so that parts of small extents and of long ones take equally long.
 _REQUEST_COST_BYTES = 8192
 # macOS refuses transfers of 2 GiB and more, Linux shortens them.
@@ -131,7 +131,7 @@ class ThreadsBackend(LocalFiles):
     """Reads on several I/O threads, writes on one of their own, so that no read queues behind a write.
 
     Args:
-        config: `queue_depth` bounds the number of reading threads (16 at most).
+        config: `queue_depth` bounds the number of reading threads (32 at most).
         calls: the functions that move bytes; None: the system's.
 
     Raises:
