@@ -75,7 +75,7 @@ def main(
     model: Annotated[ModelName, typer.Option(help="PyTorch Geometric's model.")] = ModelName.transe,
     dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Triples a step.")] = 1000,
-    epochs: Annotated[int, typer.Option(min=1)] = 15,
+    epochs: Annotated[int, typer.Option(min=1)] = 12,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.001,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     negatives: Annotated[

@@ -9,8 +9,8 @@ from dsa.io.access import Access
 from dsa.io.jobs import CleanJob, Table, WriteJob
 from dsa.io.rowlog import RowLog
 
-WRITES_IN_FLIGHT = 2
-"""Segments under way at once: one is filled from frames while the other is with the device."""
+WRITES_IN_FLIGHT = 3
+"""Segments under way at once: one is filled from frames, one is with the device, one waits for its turn."""
 
 IDLE_S = 0.5
 """Without a step, an announcement or a transfer for so long, the disk is idle: whole segments are written early."""
