@@ -47,6 +47,7 @@ class Training(RuleBasedStateMachine):
         self.random = torch.Generator().manual_seed(0)
         self.saved: dict[int, Any] = {}  # generation -> the oracle as it was
         self.handed_out: list[int] = []  # by checkpoint() or state_dict(), oldest first, on the present line of descent
+        self.ever: set[int] = set()  # handed out at any time, and not released
         self.at: int | None = None  # the generation that nothing has changed since
         self.unsettled: set[int] = set()  # handed out again without a step, which is on disk from the next commit on
         self.opt: DiskSparseAdam
@@ -86,6 +87,7 @@ class Training(RuleBasedStateMachine):
             self.unsettled.clear()
         if counted and generation not in self.handed_out:
             self.handed_out.append(generation)
+            self.ever.add(generation)
         self.handed_out = self.handed_out[-KEEP:]  # the others may be gone
 
     # Training.
@@ -175,7 +177,9 @@ class Training(RuleBasedStateMachine):
 
     def went_back(self, number: int) -> None:
         restore(self.saved[number], self.oracle, self.disk, self.ram)
-        self.handed_out = [handed for handed in self.handed_out if handed <= number]
+        # One that was abandoned and is gone back to counts again.
+        present = self.opt.generations()
+        self.handed_out = sorted(handed for handed in self.ever if handed <= number and handed in present)
         self.at = number
 
     @rule(which=st.integers(0, 9))
@@ -190,6 +194,7 @@ class Training(RuleBasedStateMachine):
         assert number not in self.opt.generations()
         self.unsettled.clear()
         self.handed_out = [handed for handed in self.handed_out if handed != number]
+        self.ever.discard(number)
 
     # Ends.
 
@@ -227,6 +232,7 @@ class Training(RuleBasedStateMachine):
             del self.opt
             gc.collect()
             self.handed_out = [handed for handed in self.handed_out if handed not in self.unsettled]
+            self.ever -= set(self.unsettled)
         self.unsettled.clear()
         self.open(existing="resume")
         newest = self.generation()

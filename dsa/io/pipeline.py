@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import errno
 import os
 import sys
@@ -103,9 +104,14 @@ class Pipeline:
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and wait for it. Interrupted, it goes on; see `await_interrupted`."""
-        self._unwaited = self.submit(coroutine)
-        result: _T = self._unwaited.result()
-        return result
+        self._unwaited = future = self.submit(coroutine)
+        try:
+            return future.result()
+        finally:
+            # An error's traceback holds the frames of whoever called, and so the optimizer: nothing here keeps it.
+            if future.done():
+                self._unwaited = None
+            del future
 
     def await_interrupted(self) -> None:
         """Wait until what an interrupt left running has ended: a step beside a checkpoint would be half in it."""
@@ -160,7 +166,7 @@ class Pipeline:
 
     def _latch_locked(self, error: BaseException) -> None:
         if self.failure is None:
-            self.failure = error
+            self.failure = _without_traceback(error)
         self.access.condition.notify_all()
 
     def latch_until_load(self, error: BaseException) -> None:
@@ -171,7 +177,7 @@ class Pipeline:
     def raise_failure(self) -> None:
         """Raise what was latched."""
         if self.failure is not None:
-            raise self.failure.with_traceback(None)
+            raise _without_traceback(self.failure)
 
     def recover(self) -> None:
         """Forget a failure that a generation loaded over it mends: an interrupt, or a record that was damaged.
@@ -397,6 +403,15 @@ class Pipeline:
                     file=sys.stderr,
                 )
         self.stop()
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """An error like this one that was never raised: a traceback keeps its frames alive, and all that they hold."""
+    try:
+        twin = copy.copy(error)
+    except Exception:
+        return error
+    return twin if type(twin) is type(error) else error
 
 
 def _after_fork_in_child() -> None:

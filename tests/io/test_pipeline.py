@@ -282,7 +282,7 @@ def test_a_read_that_fails_is_raised_by_the_step_and_ever_after(make: Callable[.
     ):
         with pytest.raises(DeviceError) as again:
             call()
-        assert again.value is caught.value
+        assert (str(again.value), again.value.args) == (str(caught.value), caught.value.args)
     loop = training.pipeline.loop
     training.engine.close()
     assert not loop.alive
