@@ -330,7 +330,8 @@ class Bookkeeping:
             if arena.dirty[table.arena_table] == 0:
                 return None
             due = self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames
-            if not due and not (idle and arena.dirty[table.arena_table] >= table.layout.slots):
+            left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
+            if not due and not (idle and left >= table.layout.slots):
                 continue
             frames = arena.collect(
                 table.arena_table,

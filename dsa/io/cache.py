@@ -184,6 +184,7 @@ class Arena:
         self.policy = Policy(n_frames)
         self.frame_of: list[Frames] = []  # per table of the arena: row -> frame
         self.dirty: list[int] = []  # per table: frames that hold what the log does not
+        self.writing: list[int] = []  # per table: those of them that are being written
         self._next_fresh = 0  # frames from here on were never used
         self._hands: list[int] = []
 
@@ -192,6 +193,7 @@ class Arena:
         self.policy.add_table(len(frame_of))
         self.frame_of.append(frame_of)
         self.dirty.append(0)
+        self.writing.append(0)
         self._hands.append(0)
         return len(self.frame_of) - 1
 
@@ -256,10 +258,12 @@ class Arena:
         out = np.empty(limit, np.int32)
         args = (self.table_of, self.flags, self.pins, urgent, unpinned_only, self._hands[table], out)
         n, self._hands[table] = _collect(table, *args)
+        self.writing[table] += int(n)
         return out[:n]
 
     def written(self, table: int, frames: Frames, versions: NDArray[np.uint32]) -> None:
         """The write of the frames is over; clean are those whose version is the one that was copied."""
+        self.writing[table] -= len(frames)
         self.dirty[table] -= int(_written(frames, versions, self.flags, self.version))
 
     def reset(self) -> None:
@@ -272,6 +276,7 @@ class Arena:
         self.pinned = 0
         self.flags[:] = FREE
         self.dirty = [0] * len(self.frame_of)
+        self.writing = [0] * len(self.frame_of)
         self._next_fresh = 0
         policy = Policy(self.n_frames)
         for frame_of in self.frame_of:

@@ -26,6 +26,7 @@ class WriteBehind:
         self.wanted = asyncio.Event()
         self.turn = asyncio.Lock()
         self.calls = 0  # of the training side: steps and announcements
+        self._rang = False  # the idle timer has run out
         self._access = access
         self._log = log
         self._dirty_share = dirty_share
@@ -47,11 +48,16 @@ class WriteBehind:
                 return
             seen = self.calls
             # A timer and not wait_for: that one may swallow a cancellation that meets its event (until Python 3.11).
-            timer = asyncio.get_running_loop().call_later(IDLE_S, self.wanted.set)
-            began = timer.when() - IDLE_S
+            self._rang = False
+            timer = asyncio.get_running_loop().call_later(IDLE_S, self._ring)
             await self.wanted.wait()
             timer.cancel()
-            idle = self.calls == seen and (idle or asyncio.get_running_loop().time() - began >= IDLE_S)
+            idle = self.calls == seen and (idle or self._rang)
+
+    def _ring(self) -> None:
+        # Told by a mark and not by the clock: a loop's time is coarse, and may stand just below what was asked for.
+        self._rang = True
+        self.wanted.set()
 
     async def drain(self) -> None:
         """Write every dirty frame; returns when all of them, and all that was under way, are in the file.

@@ -210,17 +210,18 @@ def test_steps_return_while_writes_are_held_back_until_the_cache_is_dirty(make: 
     training.check_numbers()
 
 
-def test_at_most_two_segments_are_written_at_once(make: Callable[..., Training]) -> None:
+def test_at_most_three_segments_are_written_at_once(make: Callable[..., Training]) -> None:
     training = make()
     backend = training.backend
     backend.hold("write")
     training.step([0])
     backend.await_waiting("write", 1)
-    training.step([1])
-    backend.await_waiting("write", 2)
-    for row in range(2, N_FRAMES):
+    for count in (2, 3):
+        training.step([count - 1])
+        backend.await_waiting("write", count)
+    for row in range(3, N_FRAMES):
         training.step([row])
-    assert backend.submitted["write"] == 2
+    assert backend.submitted["write"] == 3
     assert training.pipeline.books.count_frames()["writing"] < N_FRAMES
     backend.open_gate("write")
     training.step([20])
