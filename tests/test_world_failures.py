@@ -1,101 +1,26 @@
-"""The disk is full, broken, gone, slow or silent: a Python exception with its place, and the last generation stays."""
+"""The disk is broken, gone, slow or silent: a Python exception with its place, and the last generation stays."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from failing_run import CACHE, N_ROWS, Run, check_device_error
 from fault_backend import FaultBackend, install
-from parity_rig import Twins, check_moments, parameters, random_gradient, restore, snapshot
+from parity_rig import check_moments
 
 from dsa import DiskSparseAdam
 from dsa.config import IOConfig
-from dsa.errors import CorruptError, DeviceError, DsaError, FormatError, StateFileError
+from dsa.errors import CorruptError, DeviceError, FormatError, StateFileError
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:a step touches more rows than the cache has frames"),
 ]
-N_ROWS, WIDTH = 400, 8
-CACHE = 12_000  # some 100 frames
-SMALL = IOConfig(segment_bytes=8192, dirty_share=0.05)
-
-
-class Run:
-    """A training and its oracle; what each generation must hold is kept."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.path = path
-        self.twins = Twins(parameters({"w": (N_ROWS, WIDTH)}), path, {"lr": 0.1}, cache=CACHE, io=SMALL, **options)
-        self.generator = torch.Generator().manual_seed(5)
-        self.saved: dict[int, Any] = {}
-        self.checkpoint()
-
-    @property
-    def opt(self) -> DiskSparseAdam:
-        return self.twins.opt
-
-    def step(self, count: int = 60) -> None:
-        rows = torch.randint(0, N_ROWS, (count,), generator=self.generator)
-        self.twins.step({"w": random_gradient(self.twins.disk["w"], rows, self.generator)})
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    def checkpoint(self) -> int:
-        number = self.opt.checkpoint()
-        self.saved[number] = snapshot(self.twins.oracle, self.twins.ram)
-        return number
-
-    def until_failure(self, limit: int = 200) -> DsaError:
-        """Train, and make a checkpoint, until it fails."""
-
-        def train() -> None:
-            for _ in range(limit):
-                self.step()
-                self.opt.checkpoint()
-
-        with pytest.raises(DsaError) as caught:
-            train()
-        return caught.value
-
-    def end(self) -> None:
-        with pytest.raises(DsaError):  # what had failed is said once more, and everything is ended
-            self.opt.close()
-
-    def resume(self, path: Path | None = None) -> DiskSparseAdam:
-        """Open the directory anew, compare the newest generation with the oracle's, and go on for a while."""
-        gc.collect()
-        opt = DiskSparseAdam(
-            list(self.twins.disk.items()), state_dir=path or self.path, lr=0.1, cache=CACHE, io=SMALL, existing="resume"
-        )
-        newest = opt.generations()[-1]
-        assert newest == max(self.saved)
-        restore(self.saved[newest], self.twins.oracle, self.twins.disk, self.twins.ram)
-        self.twins.opt = opt
-        self.twins.check()
-        self.steps(5)
-        self.twins.check()
-        return opt
-
-
-def check_device_error(error: BaseException, number: int, path: str) -> None:
-    assert isinstance(error, DeviceError)
-    assert isinstance(error, OSError)
-    assert error.errno == number
-    assert path in str(error.filename)
-    assert f"errno {number}" in str(error)
 
 
 @pytest.fixture
@@ -345,156 +270,6 @@ def test_a_directory_deleted_in_use_is_an_exception(tmp_path: Path) -> None:
     error = run.until_failure()
     check_device_error(error, errno.ENOENT, str(run.path))
     run.end()
-
-
-def _not_root() -> bool:
-    return hasattr(os, "geteuid") and os.geteuid() != 0
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """A small file system of its own."""
-    made: list[Path] = []
-
-    def maker(size: str, *options: str) -> Path:
-        place = tmp_path / f"mount{len(made)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "dsa-test", str(place)]
-        if sys.platform != "linux" or _not_root():
-            pytest.skip("mounting a file system needs root on Linux")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        made.append(place)
-        return place
-
-    yield maker
-    gc.collect()
-    for place in made:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(place: Path) -> Path:
-    """Leave no byte free."""
-    ballast = place / "ballast"
-    with open(ballast, "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-    return ballast
-
-
-@pytest.mark.filterwarnings("ignore:.*(tmpfs|free)")
-@pytest.mark.parametrize("when", ["creation", "step", "checkpoint"])
-def test_a_full_disk(mount: Callable[..., Path], when: str) -> None:
-    place = mount("1m")
-    if when == "creation":
-        ballast = fill(place)
-        with pytest.raises(DeviceError) as caught:
-            Run(place / "s")
-        check_device_error(caught.value, errno.ENOSPC, str(place))
-        ballast.unlink()
-        run = Run(place / "s")
-        run.steps(3)
-        run.twins.check()
-        run.opt.close()
-        return
-    run = Run(place / "s")
-    run.steps(10)
-    run.checkpoint()
-    ballast = fill(place)
-    if when == "step":
-        with pytest.raises(DeviceError) as caught:
-            run.steps(300)
-        error: DsaError = caught.value
-    else:
-        run.step(5)
-        with pytest.raises(DeviceError) as caught:
-            run.opt.checkpoint()
-        error = caught.value
-    check_device_error(error, errno.ENOSPC, str(place))
-    run.end()
-    ballast.unlink()
-    run.resume().close()
-
-
-@pytest.mark.filterwarnings("ignore:.*(tmpfs|free)")
-def test_a_read_only_file_system(mount: Callable[..., Path]) -> None:
-    place = mount("8m")
-    run = Run(place / "s")
-    run.steps(5)
-    run.checkpoint()
-    run.opt.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    with pytest.raises(DeviceError) as caught:
-        DiskSparseAdam(list(run.twins.disk.items()), state_dir=run.path, existing="resume")
-    check_device_error(caught.value, errno.EROFS, str(place))
-    with pytest.raises(DeviceError) as caught:
-        DiskSparseAdam(list(run.twins.disk.items()), state_dir=place / "new")
-    check_device_error(caught.value, errno.EROFS, str(place))
-    subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
-    run.resume().close()
-
-
-LIMITED = """
-import resource, signal, sys, torch
-from torch import nn
-from dsa import DiskSparseAdam
-from dsa.config import IOConfig
-from dsa.errors import DeviceError
-import errno
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-path, backend = sys.argv[1:]
-torch.set_num_threads(1)
-param = nn.Parameter(torch.zeros(4000, 8))
-opt = DiskSparseAdam([("w", param)], state_dir=path, cache=20000, backend=backend, io=IOConfig(segment_bytes=8192))
-
-def step(i):
-    rows = (torch.arange(50) * 79 + i * 50) % 4000
-    param.grad = torch.sparse_coo_tensor(rows[None], torch.ones(50, 8), (4000, 8))
-    opt.step()
-
-step(0)
-first = opt.checkpoint()
-resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
-try:
-    for i in range(400):
-        step(i)
-except DeviceError as error:
-    assert error.errno == errno.EFBIG and error.filename.endswith(".log"), error
-    print("raised", error)
-else:
-    raise SystemExit("no error")
-try:
-    opt.close()
-except DeviceError:
-    pass
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-opt = DiskSparseAdam([("w", param)], state_dir=path, existing="resume", backend=backend)
-assert opt.generations()[-1] == first and opt.state[param]["step"] == 1
-opt.moments("w", range(4000))
-opt.close()
-print("resumed")
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX's limits")
-@pytest.mark.parametrize("backend", ["threads", "aiofiles", "auto"])
-def test_a_limit_of_the_file_size(tmp_path: Path, backend: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path / "s"), backend],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "raised" in done.stdout
-    assert "resumed" in done.stdout
 
 
 def test_moments_of_an_intact_directory_are_right(tmp_path: Path) -> None:
