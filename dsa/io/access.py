@@ -33,10 +33,9 @@ class Access:
     def let_go(self) -> None:
         """Release the lock where an interrupt on the edge of a `with` has left it with this thread, for nobody else
         could ever take it; called outside every `with`."""
-        try:
-            self._lock.release()
-        except RuntimeError:  # as always: it is not this thread's
+        if not self._lock._is_owned():  # type: ignore[attr-defined]  # what threading.Condition asks of a lock too
             return
+        self._lock.release()
         error = UsageError(
             "an interrupt came while the engine kept its books, which may now be wrong; load_state_dict() a "
             "checkpoint together with the model, or close() and resume"

@@ -7,7 +7,7 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +46,8 @@ class Bookkeeping:
     frames_wanted: bool = False  # somebody waits for a frame: write what there is, however little (rule 9)
     give_back: Callable[[], bool] = lambda: False  # asked for frames when no batch is held any more
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
+    bringing_rests: bool = False  # next_fill found nothing to begin, and nobody has been told of anything since
+    writing_rests: bool = False  # likewise next_write
     _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
     _writing: int = 0
     _cleaning: int = 0
@@ -61,6 +63,8 @@ class Bookkeeping:
             table = self.tables[piece.table]
             frames = table.arena.frame_of[table.arena_table][piece.rows]
             table.arena.policy.known(table.arena_table, batch.sequence, piece.rows, frames)
+            if table.arena.roomy and not (frames < 0).any():
+                piece.unframed = 0  # no frame is ever given up here: nothing to bring, and nothing to pin
         if kind is Kind.HOOK:
             for old in self.window.oldest_hooks(MOST_HOOK_ANNOUNCEMENTS):
                 self.end(old, late=True)
@@ -115,12 +119,12 @@ class Bookkeeping:
             job = self._queued()
         if job is not None:
             job.begun = True
+        self.bringing_rests = job is None
         return job
 
-    def _hold_ahead(self) -> None:
-        """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
+    def _within_reach(self) -> Iterator[Batch]:
+        """The batches to hold, in window order; asked for one by one, since each one held changes what fits."""
         held = 0
-        self.frames_wanted = False
         for batch in self.window.in_order():
             if self.window.is_ahead(batch):
                 held += 1
@@ -128,6 +132,12 @@ class Bookkeeping:
                     return
                 if held > 1 and self.reach.sizes_itself and self._crowded(batch):
                     return
+            yield batch
+
+    def _hold_ahead(self) -> None:
+        """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
+        self.frames_wanted = False
+        for batch in self._within_reach():
             for piece in batch.pieces:
                 self._take(batch, piece)
                 if piece.unframed:
@@ -139,7 +149,7 @@ class Bookkeeping:
     def _crowded(self, batch: Batch) -> bool:
         """Whether holding the batch too would pin more than about half the frames of an arena."""
         for piece in batch.pieces:
-            if not piece.held:
+            if not piece.held and piece.unframed:
                 arena = self.tables[piece.table].arena
                 if 2 * (arena.pinned + len(piece.rows)) > arena.n_frames:
                     return True
@@ -280,12 +290,24 @@ class Bookkeeping:
         step.in_parts = step.in_parts or piece.unframed > 0
         return positions
 
+    def lease_ready(self) -> dict[int, tuple[NDArray[np.int64], Frames]]:
+        """Lease those of the running step's pieces that are wholly in frames; by table, as `ready` and `lease` say."""
+        found = {}
+        for piece in self._running().batch.pieces:
+            if piece.unframed:
+                break  # what comes after it pins nothing yet (rule 9)
+            if not self.tables[piece.table].arena.filling(piece.frames):
+                positions = np.arange(len(piece.rows))
+                found[piece.table] = positions, self.lease(piece, positions)
+        return found
+
     def lease(self, piece: Piece, positions: NDArray[np.int64]) -> Frames:
         """Give these rows of the piece to the step; their frames. They count as dirty from here on."""
         step = self._running()
         table = self.tables[piece.table]
-        frames: Frames = piece.frames[positions]
-        table.arena.lease(table.arena_table, piece.rows[positions], frames)
+        whole = len(positions) == len(piece.rows)
+        frames: Frames = piece.frames.copy() if whole else piece.frames[positions]
+        table.arena.lease(table.arena_table, piece.rows if whole else piece.rows[positions], frames)
         step.leased = True
         return frames
 
@@ -318,18 +340,49 @@ class Bookkeeping:
             raise RuntimeError("no step is running: begin() comes first")
         return self.step
 
+    # Who has something to do.
+
+    def roused(self, dirty_share: float) -> tuple[bool, bool]:
+        """Whether bringing, and whether writing, would find something now that had found nothing when last asked.
+
+        Each says yes once; whoever asks sees to it that `next_fill` or `next_write` is called.
+        """
+        bring = self.bringing_rests and self._may_bring()
+        write = self.writing_rests and self._may_write(dirty_share)
+        self.bringing_rests = self.bringing_rests and not bring
+        self.writing_rests = self.writing_rests and not write
+        return bring, write
+
+    def _may_bring(self) -> bool:
+        if self._queued() is not None:
+            return True
+        if self.frozen or not (self.step is None or self.step.batch.complete):
+            return False
+        return any(piece.unframed for batch in self._within_reach() for piece in batch.pieces)
+
+    def _may_write(self, dirty_share: float) -> bool:
+        return not self.frozen and any(self._writes_due(arena, dirty_share) for arena in self.arenas)
+
+    def _writes_due(self, arena: Arena, dirty_share: float) -> bool:
+        return self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames
+
     # Writing behind.
 
     def next_write(self, dirty_share: float, *, idle: bool = False) -> WriteJob | None:
         """A segment's worth of dirty frames, if it is time to write: a share of the cache is dirty, frames are wanted,
         or a checkpoint drains them all; where all is `idle`, any whole segment."""
+        job = self._next_write(dirty_share, idle)
+        self.writing_rests = job is None
+        return job
+
+    def _next_write(self, dirty_share: float, idle: bool) -> WriteJob | None:
         if self.frozen:
             return None
         for table in sorted(self.tables, key=_segments_due, reverse=True):
             arena = table.arena
             if arena.dirty[table.arena_table] == 0:
                 return None
-            due = self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames
+            due = self._writes_due(arena, dirty_share)
             left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
             if not due and not (idle and left >= table.layout.slots):
                 continue

@@ -197,6 +197,11 @@ class Arena:
         self._hands.append(0)
         return len(self.frame_of) - 1
 
+    @property
+    def roomy(self) -> bool:
+        """Whether every row of every table has room: then no frame is ever given up."""
+        return self.policy.roomy
+
     def pin_resident(self, table: int, rows: Rows, frames: Frames) -> int:
         """Pin those of `rows` that have a frame, note it in `frames`; how many have none."""
         missing, fresh = _pin_resident(rows, self.frame_of[table], self.pins, frames)

@@ -32,11 +32,12 @@ from dsa.io.staging import Staging
 from dsa.io.staging import Update as OnDevice
 from dsa.io.statistics import Statistics
 from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
-from dsa.io.window import Kind
+from dsa.io.window import Kind, Piece
 
 _log = logging.getLogger("dsa")
 _WAITED_SHARE = 0.03  # of the time between two steps: more than this spent waiting calls for a longer reach
 Update = Callable[[int, NDArray[np.int64], Frames], None]
+Updated = Sequence[tuple[Piece, NDArray[np.int64]]]
 
 
 class Engine:
@@ -318,7 +319,7 @@ class Engine:
         with pipeline.access as books:
             pipeline.settle_ended_locked(books)
             ticket = books.announce(kind, rows_by_table).sequence
-        pipeline.wake()
+            pipeline.moved_on_locked(books)
         return ticket
 
     def hand_out(self, ticket: int) -> None:
@@ -327,12 +328,13 @@ class Engine:
         with pipeline.access as books:
             pipeline.settle_ended_locked(books)
             books.hand_out(ticket)
-        pipeline.wake()
+            pipeline.moved_on_locked(books)
 
     def end(self, ticket: int) -> None:
         """End a batch without a step; takes no lock and never raises."""
-        if os.getpid() == self._pipeline.pid:
-            self._pipeline.end_soon(ticket)
+        pipeline = self._pipeline
+        if os.getpid() == pipeline.pid and pipeline.books.window.get(ticket) is not None:
+            pipeline.end_soon(ticket)
 
     # Stepping and reading.
 
@@ -404,36 +406,52 @@ class Engine:
                     counted = True
                     self._count(counts)
 
+            updated: list[tuple[Piece, NDArray[np.int64]]] = []  # and not committed yet
             try:
                 with pipeline.access as books:
                     pipeline.settle_ended_locked(books)
                     step = books.begin(rows_by_table, lasting=True)
+                    # What is in frames is leased at once: so a step with everything in cache takes the lock twice.
+                    there = books.lease_ready() if on_device is None else {}
                 if on_device is not None:
                     self._step_ahead(step, on_device, count)
                 for piece in step.batch.pieces:
                     staging = self._staging_of.get(piece.table) if on_device is not None else None
-                    while piece.remaining:
-                        with self.stage("dsa::wait"):
-                            positions, frames = pipeline.await_rows(step, piece)
+                    left = piece.remaining
+                    while left:
+                        leased = there.pop(piece.table, None)
+                        if leased is None:
+                            if updated:
+                                self._commit(updated)
+                                updated.clear()
+                            with self.stage("dsa::wait"):
+                                leased = pipeline.await_rows(step, piece)
+                        positions, frames = leased
                         count()
                         began = time.perf_counter()
                         with self.stage("dsa::update"):
                             if staging is not None and on_device is not None:
                                 staging.step_part(piece, positions, on_device)
+                                left = piece.remaining
                             else:
                                 update(piece.table, positions, frames)
-                        updated = time.perf_counter()
-                        if staging is None:
-                            with pipeline.access as books:
-                                books.commit(piece, positions)
-                        self._update_s += updated - began
-                        self._commit_s += time.perf_counter() - updated
+                                updated.append((piece, positions))
+                                left -= len(positions)
+                        self._update_s += time.perf_counter() - began
                 count()
                 self._size_reach(step, pipeline.wait_s - waits_before)
                 whole = True
             finally:
-                self._end(whole)
+                self._end(whole, updated)
         return self._needed_cache_bytes(rows_by_table) if step.in_parts else 0
+
+    def _commit(self, updated: Updated) -> None:
+        """What a step has updated is done: others may have its frames."""
+        began = time.perf_counter()
+        with self._pipeline.access as books:
+            for piece, positions in updated:
+                books.commit(piece, positions)
+        self._commit_s += time.perf_counter() - began
 
     def _step_ahead(self, step: Step, on_device: OnDevice, count: Callable[[], None]) -> None:
         """Update what is staged for the step, and have the rest ready for going in parts."""
@@ -463,7 +481,7 @@ class Engine:
     def _uncommitted(self, steps: int) -> None:
         self.steps_since_commit = self._pipeline.uncommitted_steps = steps
 
-    def _end(self, whole: bool) -> None:
+    def _end(self, whole: bool, updated: Updated = ()) -> None:
         """End what runs; an interrupt may have come as early as its beginning, or before."""
         pipeline = self._pipeline
         step = pipeline.books.step
@@ -478,8 +496,11 @@ class Engine:
                 )
             )
         with pipeline.access as books:
+            if whole:
+                for piece, positions in updated:
+                    books.commit(piece, positions)
             books.end_step()
-        pipeline.wake()
+            pipeline.moved_on_locked(books)
         self._commit_s += time.perf_counter() - began
 
     def _needed_cache_bytes(self, rows_by_table: Mapping[int, Rows]) -> int:

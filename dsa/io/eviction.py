@@ -93,7 +93,7 @@ class Policy:
             UsageError: rows or sequence are not as said; nothing is changed.
         """
         self._same_length(len(rows), frames)
-        if self._roomy():
+        if self.roomy:
             self._unheeded[table, sequence] = len(rows)
             return
         foresight = self._foresights[table]
@@ -103,7 +103,7 @@ class Policy:
     def filled(self, table: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
         """From now on these frames hold these rows (sorted or not)."""
         self._same_length(len(rows), frames)
-        if self._roomy():
+        if self.roomy:
             return
         _set_due(self._foresights[table].next_use(rows), frames, self._frame_due)
         self._frame_code[frames] = self._codes[table][rows]
@@ -111,7 +111,7 @@ class Policy:
     def touched(self, table: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
         """A step updated these rows (unique, sorted or not) in these frames: one access each."""
         self._same_length(len(rows), frames)
-        if self._roomy():
+        if self.roomy:
             return
         wanted = np.ascontiguousarray(rows, np.int64)
         self._ageing.touched(table, wanted)
@@ -176,7 +176,9 @@ class Policy:
         )
         return chosen
 
-    def _roomy(self) -> bool:
+    @property
+    def roomy(self) -> bool:
+        """Whether the arena has a frame for every row, and so never gives one up."""
         return self.n_frames >= self._n_rows
 
     def _same_length(self, n_rows: int, frames: NDArray[np.int32]) -> None:

@@ -119,14 +119,25 @@ class Pipeline:
             concurrent.futures.wait([self._unwaited])
 
     def wake(self) -> None:
-        """Let the tasks look again at what there is to do, for training has moved on; from any thread."""
-        self.loop.call_soon(self._called)
+        """Let the tasks look again at what there is to do, for somebody waits; from any thread."""
+        self._writebehind.calls += 1
+        self.loop.call_soon(self._wake)
         for staging in self.stagings:
             staging.wake()
 
-    def _called(self) -> None:
+    def moved_on_locked(self, books: Bookkeeping) -> None:
+        """Training has moved on: wake the tasks that have something to do now. The caller holds the lock.
+
+        A task that is woken for nothing costs the training thread as much time as it takes, for it holds the GIL.
+        """
         self._writebehind.calls += 1
-        self._wake()
+        bring, write = books.roused(self.config.dirty_share)
+        if bring:
+            self.loop.call_soon(self._prefetch.wanted.set)
+        if write:
+            self.loop.call_soon(self._writebehind.wanted.set)
+        for staging in self.stagings:
+            staging.wake()
 
     def _wake(self) -> None:
         self._settle_ended()

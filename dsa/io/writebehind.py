@@ -46,7 +46,7 @@ class WriteBehind:
             except Exception as error:
                 self._latch(error)
                 return
-            seen = self.calls
+            seen = self.calls  # training goes on without waking this task, unless there is something to write
             # A timer and not wait_for: that one may swallow a cancellation that meets its event (until Python 3.11).
             self._rang = False
             timer = asyncio.get_running_loop().call_later(IDLE_S, self._ring)

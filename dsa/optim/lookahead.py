@@ -7,18 +7,16 @@ drawing from the global generators as if fetching drew nothing.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from dsa.errors import ConfigError
 from dsa.optim.collating import BatchWithRows, gives_rows
+from dsa.optim.random_stream import RandomStream
 from dsa.optim.row_sets import Key, Rows
 
 Batch = TypeVar("Batch")
@@ -88,7 +86,7 @@ class Lookahead(Generic[Batch]):
     def __iter__(self) -> Generator[Batch, None, None]:
         # Drawn here, not at the first batch, and by every depth alike: training's own stream moves on by one draw.
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        return self._batches(_RandomStream(seed))
+        return self._batches(RandomStream(seed))
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -115,7 +113,7 @@ class Lookahead(Generic[Batch]):
         state_dict = getattr(self._loader, "state_dict", None)
         return None if state_dict is None else state_dict()
 
-    def _batches(self, stream: _RandomStream) -> Generator[Batch, None, None]:
+    def _batches(self, stream: RandomStream) -> Generator[Batch, None, None]:
         ahead: deque[_Fetched[Batch]] = deque()
         handed_out: deque[int] = deque()
         failure: Exception | None = None
@@ -159,7 +157,7 @@ class Lookahead(Generic[Batch]):
             for ticket in [*handed_out, *(waiting.ticket for waiting in ahead)]:
                 self._announcer.end(ticket)
 
-    def _fetch(self, batches: Iterator[Batch], stream: _RandomStream) -> _Fetched[Batch] | None:
+    def _fetch(self, batches: Iterator[Batch], stream: RandomStream) -> _Fetched[Batch] | None:
         """The next batch, announced; None at the loader's end."""
         with stream:
             try:
@@ -182,36 +180,3 @@ class _Fetched(Generic[Batch]):
     batch: Batch
     state: Any
     ticket: int
-
-
-class _RandomStream:
-    """A context in which torch's CPU generator, numpy's global one and `random` go on where the last such one ended."""
-
-    def __init__(self, seed: int) -> None:
-        self._inside = (
-            torch.Generator().manual_seed(seed).get_state(),
-            np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).get_state(),
-            random.Random(seed).getstate(),
-        )
-        self._outside: tuple[Any, Any, Any] | None = None
-
-    def __enter__(self) -> None:
-        self._outside = _global_states()
-        _set_global_states(self._inside)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inside = _global_states()
-        if self._outside is not None:
-            _set_global_states(self._outside)
-
-
-def _global_states() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _set_global_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])

@@ -138,13 +138,27 @@ class Walk:
         self.say("announce", kind.value, ticket, rows_by_table)
         if kind is Kind.AHEAD:
             self.tickets.append(ticket)
-        self.check()
+        self.move_on()
         return ticket
 
     def hand_out(self, ticket: int) -> None:
         self.say("hand out", ticket)
         self.books.hand_out(ticket)
+        self.move_on()
+
+    def move_on(self) -> None:
+        """Training has moved on: a task that rests and is not told of it would find nothing to do."""
         self.check()
+        books = self.books
+        books.roused(self.dirty_share)
+        if books.bringing_rests:
+            expect(not self.next_fill(), "there was something to bring in, and nobody was told")
+        if books.writing_rests:
+            expect(not self.next_write(), "there was something to write, and nobody was told")
+
+    def _settled(self) -> None:
+        # Whoever has brought or written something wakes both tasks.
+        self.books.bringing_rests = self.books.writing_rests = False
 
     def end(self, ticket: int) -> None:
         self.say("end", ticket)
@@ -172,7 +186,7 @@ class Walk:
         if not left:
             self.say("end of step")
             self.books.end_step()
-            self.check()
+            self.move_on()
             return True
         self.books.bring()
         self.check()
@@ -230,7 +244,7 @@ class Walk:
         self.say("interrupt")
         self.leased = None
         self.books.end_step()
-        self.check()
+        self.move_on()
 
     # The loop.
 
@@ -259,6 +273,7 @@ class Walk:
             expect(record and record[1] == record[2] == job.checks[i], f"row {row}: {record}, check {job.checks[i]}")
             table.arena.words[frame][:3] = record
         self.books.filled(job)
+        self._settled()
         self.check()
 
     def _record(self, table: Table, slot: int) -> tuple[int, int, int] | None:
@@ -298,6 +313,7 @@ class Walk:
             ]
             self.writes.remove(write)
             self.books.written(job)
+            self._settled()
         write.stage += 1
         self.check()
 
@@ -338,6 +354,7 @@ class Walk:
             self.cleanings.remove(cleaning)
             rows, slots = np.array(cleaning.rows, np.int64), np.array(cleaning.slots, np.int64)
             self.books.cleaned(job, rows, slots, np.array(cleaning.checks, np.uint32))
+            self._settled()
         self.check()
 
     def _expect_unused(self, table: Table, segment: int) -> None:

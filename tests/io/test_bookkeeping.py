@@ -30,7 +30,7 @@ class Moves(RuleBasedStateMachine):
         eager=st.booleans(),
         held=st.sampled_from([None, 0, 1, 3]),
         share=st.sampled_from([0.0, 0.25, 1.0]),
-        frames=st.sampled_from([(6, 3), (2, 1), (14, 4)]),
+        frames=st.sampled_from([(6, 3), (2, 1), (14, 4), (40, 40)]),
     )
     def make(self, eager: bool, held: int | None, share: float, frames: tuple[int, int]) -> None:
         self.world = Walk(ROWS, frames, held_batches=held, dirty_share=share)

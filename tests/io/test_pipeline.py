@@ -33,14 +33,14 @@ def array(rows: list[int]) -> np.ndarray[Any, Any]:
 class Training:
     """An engine with one table, on a gated backend; a step adds 1 to its rows, `truth` says what they should hold."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, *, n_frames: int = N_FRAMES, **config: Any) -> None:
         knobs = IOConfig(**{"segment_bytes": 8192, "dirty_share": 0.0, **config})
         self.backend = GatedBackend(ThreadsBackend(knobs))
         monkeypatch.setattr(dsa.io.engine, "open_backend", lambda name, config: self.backend)
         self.engine = Engine(
             path,
             [SPEC],
-            cache_bytes=N_FRAMES * (SPEC.record.record_bytes + FRAME_OVERHEAD_BYTES) + 100,
+            cache_bytes=n_frames * (SPEC.record.record_bytes + FRAME_OVERHEAD_BYTES) + 100,
             existing="load",
             backend="threads",
             keep_generations=2,
@@ -111,6 +111,18 @@ class Training:
 
         self.pipeline.access.wait = noted  # type: ignore[method-assign]
         return waits
+
+    def count_wakes(self) -> list[object]:
+        """What is put on the loop from now on."""
+        woken: list[object] = []
+        call_soon = self.pipeline.loop.call_soon
+
+        def noted(function: Callable[[], object]) -> None:
+            woken.append(function)
+            call_soon(function)
+
+        self.pipeline.loop.call_soon = noted  # type: ignore[method-assign]
+        return woken
 
     def read(self) -> np.ndarray[Any, Any]:
         out = np.empty((N_ROWS, SPEC.record.record_bytes), np.uint8)
@@ -527,4 +539,24 @@ def test_announcements_that_no_step_follows_stay_bounded(make: Callable[..., Tra
         training.announce([k % 50])
     assert training.figures().window_batches <= 2 * 16
     training.step([3])
+    training.check_numbers()
+
+
+@pytest.mark.parametrize("n_frames", [N_FRAMES, N_ROWS])
+def test_a_step_with_everything_in_frames_wakes_no_task(make: Callable[..., Training], n_frames: int) -> None:
+    # A task that wakes for nothing takes the GIL from the training thread, which costs a small step its own length.
+    training = make(n_frames=n_frames, dirty_share=1.0)
+    training.step([0, 1, 2, 3])
+    woken = training.count_wakes()
+    for _ in range(5):
+        training.step([0, 1, 2])
+    if n_frames == N_ROWS:  # no frame is ever given up: batches are not held either
+        for _ in range(5):
+            training.announce([1, 2, 3])
+        for _ in range(5):
+            training.step([1, 2, 3])
+    assert not woken
+    training.announce([1, 5])
+    assert woken
+    training.step([1, 5])
     training.check_numbers()
