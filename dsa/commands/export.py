@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -19,8 +17,10 @@ from numpy.typing import NDArray
 
 from dsa.commands.output import absolute, clear_errors, print_json, progress_bar, size
 from dsa.errors import ConfigError, UsageError
+from dsa.io.backends.posix_files import reported
 from dsa.io.manifest import Generation, Manifest, TableEntry
 from dsa.io.reading import Progress, stream
+from dsa.io.whole_file import WholeFile
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64"}
 _MOST_GAP_ROWS = 8
@@ -71,16 +71,15 @@ def _replacing(file: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".dsa-export-", dir=file.parent) as folder:
         yield Path(folder)
         whole = Path(folder) / "whole"
-        with open(whole, "rb+") as made:
-            os.fsync(made.fileno())
-        whole.replace(file)
+        with reported(f"rename to {file}", whole):
+            whole.replace(file)
 
 
 @dataclass
 class _Dense:
-    """One tensor in a file: zeros, until rows are written. It begins at byte `begin` of the unbuffered file."""
+    """One tensor in a file: zeros, until rows are written. It begins at byte `begin` of the file."""
 
-    file: FileIO
+    file: WholeFile
     begin: int
     row_bytes: int
 
@@ -89,13 +88,7 @@ class _Dense:
         first = int(rows[0])
         block = np.zeros((int(rows[-1]) - first + 1, values.shape[1]), values.dtype)
         block[rows - first] = values
-        self.file.seek(self.begin + first * self.row_bytes)
-        _write_all(self.file, memoryview(block.reshape(-1).view(np.uint8).data))
-
-
-def _write_all(file: FileIO, view: memoryview | bytes) -> None:
-    while len(view):
-        view = view[file.write(view) :]
+        self.file.put(self.begin + first * self.row_bytes, block.reshape(-1).view(np.uint8).data)
 
 
 @dataclass
@@ -107,7 +100,7 @@ class _DenseFiles:
     steps: dict[str, int] = field(default_factory=dict)
     entries: list[TableEntry] = field(default_factory=list)
     places: dict[tuple[str, str], _Dense] = field(default_factory=dict)
-    files: list[FileIO] = field(default_factory=list)
+    files: list[WholeFile] = field(default_factory=list)
 
     def begin(self, manifest: Manifest, generation: Generation) -> None:
         """Make the places."""
@@ -120,12 +113,10 @@ class _DenseFiles:
         """Open files, and set `places`."""
         raise NotImplementedError
 
-    def new_file(self, path: Path, nbytes: int) -> FileIO:
-        """A file of zeros."""
-        file = FileIO(path, "x+")
-        self.files.append(file)
-        file.truncate(nbytes)
-        return file
+    def new_file(self, path: Path) -> WholeFile:
+        """A file that `close` closes."""
+        self.files.append(WholeFile(path))
+        return self.files[-1]
 
     def put(self, entry: TableEntry, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Part a piece's records into their fields."""
@@ -171,8 +162,9 @@ class _Safetensors(_DenseFiles):
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         head = len(text).to_bytes(8, "little") + text
-        file = self.new_file(self.path, len(head) + begin)
-        _write_all(file, head)
+        file = self.new_file(self.path)
+        file.lengthen(len(head) + begin)
+        file.write(head)
         for entry in self.entries:
             for name in entry.fields:
                 offset = len(head) + header[f"{entry.name}.{name}"]["data_offsets"][0]
@@ -190,7 +182,8 @@ class _TensorFiles(_DenseFiles):
         """Make the files."""
         for entry in self.entries:
             for name in entry.fields:
-                file = self.new_file(self._path(entry, name), _field_bytes(entry))
+                file = self.new_file(self._path(entry, name))
+                file.reserve(_field_bytes(entry))  # it will be mapped
                 row_bytes = entry.width * np.dtype(entry.moment_dtype).itemsize
                 self.places[entry.name, name] = _Dense(file, 0, row_bytes)
 
@@ -212,6 +205,7 @@ def _write_safetensors(directory: Path, number: int | None, file: Path, progress
         sink = _Safetensors(path=folder / "whole")
         try:
             stream(directory, number, sink, progress)
+            sink.files[0].sync()
         finally:
             sink.close()
     return sink
@@ -234,5 +228,7 @@ def _write_state_dict(directory: Path, number: int | None, file: Path, progress:
         }
         names = [entry.name for entry in sink.entries]
         group = {**_SPARSE_ADAM_DEFAULTS, "params": list(range(len(names))), "param_names": names}
-        torch.save({"state": state, "param_groups": [group]}, folder / "whole")
+        with WholeFile(folder / "whole") as whole:
+            torch.save({"state": state, "param_groups": [group]}, cast("IO[bytes]", whole))
+            whole.sync()
     return sink
