@@ -34,7 +34,7 @@ def contender(kernel: Kernel, param: torch.nn.Parameter) -> Callable[[torch.Tens
             raise RuntimeError("the benchmark gave no gradient")
         frames = found.rows.to(torch.int32).numpy()
         hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, count)
-        kernel.update(moments, frames, param, found.rows, found.values, hyper)
+        kernel.update(moments, frames, param, found, hyper)
 
     return step
 

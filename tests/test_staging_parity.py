@@ -19,6 +19,7 @@ from dsa.errors import ConfigError, UsageError
 from dsa.io.late_device import LateDevice
 from dsa.io.staging_buffer import State
 from dsa.optim import books, kernels, placement, staged_update
+from dsa.optim.gradients import SparseGradient
 
 STEPS = 300
 pytestmark = [
@@ -293,16 +294,16 @@ def test_an_update_on_copies_has_the_bits_of_one_in_place(tmp_path: Path, dtype:
     one, other = params[0].clone(), params[0].clone()
     moments = torch.rand(9, 12, generator=generator, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     first, second = moments.numpy().copy(), moments.numpy().copy()
-    rows, values = torch.tensor([1, 5, 19]), torch.randn(3, 6, generator=generator).to(dtype)
+    gradient = SparseGradient(torch.tensor([1, 5, 19]), torch.randn(3, 6, generator=generator).to(dtype))
     frames = torch.tensor([8, 0, 3], dtype=torch.int32).numpy()
     hyper = kernels.Hyperparameters(1e-2, 0.9, 0.999, 1e-8, 3)
     kernel = kernels.choose_kernel("auto", one)
-    kernel.update(first, frames, one, rows, values, hyper)
-    placement.update_on_copies(kernel, second, frames, other, rows, values, hyper)
+    kernel.update(first, frames, one, gradient, hyper)
+    placement.update_on_copies(kernel, second, frames, other, gradient, hyper)
     assert torch.equal(one, other)
     assert (first == second).all()
     assert not torch.equal(one, params[0])
-    placement.update_on_copies(kernel, second, frames[:0], other, rows[:0], values[:0], hyper)
+    placement.update_on_copies(kernel, second, frames[:0], other, gradient.at(slice(0)), hyper)
     assert torch.equal(one, other)
 
 

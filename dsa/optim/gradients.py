@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +13,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import UsageError
-from dsa.io.compile import kernel
-from dsa.optim import workers
-from dsa.optim.native import at_address, carray, claim
-from dsa.optim.workers import region
+from dsa.optim import fused, workers
+from dsa.optim.native import address_of, at_address, carray
 
-# The cells of the summing region: its claim counter, sizes in rows and items, addresses.
-_CLAIMED, _RUNS, _PART_RUNS, _WIDTH, _VALUES, _ORDER, _STARTS, _SUMS, _NEGATE, _CELLS = range(10)
+# The cells of the region that finds runs: rows as they are ordered, their count, and what it is to find.
+_ORDERED, _COUNT, _STARTS, _ROWS, _FOUND, _CELLS = range(6)
 _ANY = 1 << 48  # arrays over bare addresses have no length of their own
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Which values belong to each row: those at `order[begins[i]:ends[i]]` to row i, to be summed in this order.
+
+    Args:
+        order: int64 [n], places in the values, on the host.
+        begins, ends: int64 [k], each run's; none is empty.
+        negate: the sum is that of the negated values.
+    """
+
+    order: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    negate: bool
 
 
 @dataclass(frozen=True)
@@ -30,14 +43,30 @@ class SparseGradient:
 
     Args:
         rows: int64 [k], ascending and distinct, on the parameter's device.
-        values: [k, width], contiguous, in the gradient's own dtype; width is the product of the parameter's other
-            dimensions (1 where there are none).
+        values: [n, width], contiguous, in the gradient's own dtype; width is the product of the parameter's other
+            dimensions (1 where there are none). Value i is that of row i, where there are no runs.
+        runs: fp32 and fp64 on the host only: which values are to be summed for each row.
         host: the rows on the host, where they are elsewhere too; there when `await_host` returns, and not checked yet.
     """
 
     rows: Tensor
     values: Tensor
+    runs: Runs | None = None
     host: Tensor | None = None
+
+    def at(self, positions: NDArray[np.int64] | slice) -> SparseGradient:
+        """The gradient at some positions of its rows."""
+        if self.runs is not None:
+            runs = self.runs
+            rows = self.rows[positions if isinstance(positions, slice) else torch.from_numpy(positions)]
+            some = Runs(runs.order, runs.begins[positions], runs.ends[positions], runs.negate)
+            return SparseGradient(rows, self.values, some)
+        chosen = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(self.rows.device)
+        return SparseGradient(self.rows[chosen], self.values[chosen])
+
+    def dense(self) -> SparseGradient:
+        """The same with one value a row, [k, width]: itself, or with all runs summed."""
+        return self if self.runs is None else SparseGradient(self.rows, _sums(self.values, self.runs))
 
 
 def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | None:
@@ -68,13 +97,16 @@ def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | No
         return SparseGradient(indices.new_empty(0), values.new_empty(0, width))
     if grad.is_coalesced() and _ascending(indices):
         sums = -values if maximize else values
-        _check_range(name, param, indices[0], indices[-1])
+        _check_range(name, param, int(indices[0]), int(indices[-1]))
         return SparseGradient(indices.contiguous(), sums.reshape(count, width).contiguous())
     # Torch's own sort: below 2**15 rows it is not stable on every processor, and sums of three depend on their order.
     ordered, order = indices.sort(0)
-    _check_range(name, param, ordered[0], ordered[-1])
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        return _sum_duplicates(ordered, order, values.reshape(count, width).contiguous(), maximize)
+        rows, starts = _runs(ordered)
+        _check_range(name, param, int(rows[0]), int(rows[-1]))
+        runs = Runs(order.numpy(), starts[:-1], starts[1:], maximize)
+        return SparseGradient(torch.from_numpy(rows), values.reshape(count, width).contiguous(), runs)
+    _check_range(name, param, int(ordered[0]), int(ordered[-1]))
     grad._coalesced_(False)  # of this detached alias only: it may say so falsely
     whole = (-grad if maximize else grad).coalesce()
     return SparseGradient(whole.indices()[0].contiguous(), whole.values().reshape(-1, width).contiguous())
@@ -85,7 +117,7 @@ def _by_coalescing(param: Tensor, grad: Tensor, maximize: bool) -> SparseGradien
     whole = (-grad if maximize else grad).coalesce()
     rows = whole.indices()[0].contiguous()
     host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda).copy_(rows, non_blocking=True)
-    return SparseGradient(rows, whole.values().reshape(-1, math.prod(param.shape[1:])).contiguous(), host)
+    return SparseGradient(rows, whole.values().reshape(-1, math.prod(param.shape[1:])).contiguous(), host=host)
 
 
 def await_host(params: Iterable[Tensor]) -> None:
@@ -112,98 +144,71 @@ def rows_on_host(
         gradient = _by_coalescing(param, grad, maximize)
         rows = gradient.rows.cpu().numpy()
     if len(rows):
-        _check_range(name, param, rows[0], rows[-1])
+        _check_range(name, param, int(rows[0]), int(rows[-1]))
     return gradient, rows
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile, or load from the cache, all that `unique_rows` needs for parameters of `dtype`."""
+    """Compile, or load from the cache, all that `unique_rows` and its sums need for parameters of `dtype`."""
     if dtype in (torch.float32, torch.float64):
-        _sum_duplicates(torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.ones(2, 1, dtype=dtype), False)
+        rows, starts = _runs(torch.zeros(2, dtype=torch.int64))
+        runs = Runs(np.arange(2), starts[:-1], starts[1:], False)
+        SparseGradient(torch.from_numpy(rows), torch.ones(2, 1, dtype=dtype), runs).dense()
 
 
-def _sum_duplicates(ordered: Tensor, order: Tensor, values: Tensor, maximize: bool) -> SparseGradient:
-    count, width = values.shape
-    starts = np.empty(count + 1, np.int64)
-    distinct = _runs(ordered.numpy(), starts)
-    sums = values.new_empty(distinct, width)
-    cells = np.zeros(_CELLS, np.int64)
-    cells[_RUNS], cells[_PART_RUNS], cells[_WIDTH] = distinct, max(1, workers.PART_ELEMENTS // width), width
-    cells[_VALUES], cells[_ORDER], cells[_SUMS] = values.data_ptr(), order.data_ptr(), sums.data_ptr()
-    cells[_STARTS], cells[_NEGATE] = starts.__array_interface__["data"][0], maximize
-    summing = _sums_region(np.float64 if values.dtype == torch.float64 else np.float32)
-    workers.run(summing.address, cells, distinct * width)
-    return SparseGradient(ordered[torch.from_numpy(starts[:distinct])], sums)
+def _sums(values: Tensor, runs: Runs) -> Tensor:
+    """The sum of each run, [k, width], with the bits of torch's coalesce()."""
+    count, width = len(runs.begins), values.shape[1]
+    begins, ends = np.ascontiguousarray(runs.begins), np.ascontiguousarray(runs.ends)
+    sums = values.new_empty(count, width)
+    cells = np.zeros(fused.CELLS, np.int64)
+    cells[fused.COUNT], cells[fused.PART_ROWS], cells[fused.WIDTH] = count, fused.part_rows(width), width
+    cells[fused.VALUES], cells[fused.ORDER] = values.data_ptr(), address_of(runs.order)
+    cells[fused.BEGINS], cells[fused.ENDS], cells[fused.NEGATE] = address_of(begins), address_of(ends), runs.negate
+    cells[fused.ROOTS] = sums.data_ptr()
+    summing = fused.sums_region(np.float64 if values.dtype == torch.float64 else np.float32)
+    workers.run(summing, cells, count * width)
+    return sums
 
 
-@kernel
-def _runs(ordered: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
-    """Where each run of equal rows starts, with the end of the last one after them; returns how many there are."""
-    found = 0
-    for i in range(len(ordered)):
-        if i == 0 or ordered[i] != ordered[i - 1]:
-            starts[found] = i
-            found += 1
-    starts[found] = len(ordered)
-    return found
-
-
-@kernel
-def _sum_runs(
-    values: NDArray[np.floating[Any]],
-    order: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    width: int,
-    first: int,
-    last: int,
-    negate: bool,
-    sums: NDArray[np.floating[Any]],
-) -> None:
-    """Sum the values of runs `first` to `last`, each in its order from the left, as torch does."""
-    for run in range(first, last):
-        total = sums[run * width : (run + 1) * width]
-        for at in range(starts[run], starts[run + 1]):
-            value = values[order[at] * width : (order[at] + 1) * width]
-            if at > starts[run]:
-                if negate:
-                    for j in range(width):
-                        total[j] -= value[j]
-                else:
-                    for j in range(width):
-                        total[j] += value[j]
-            elif negate:
-                for j in range(width):
-                    total[j] = -value[j]
-            else:
-                for j in range(width):
-                    total[j] = value[j]
+def _runs(ordered: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct rows, and where each one's run starts, with the end of the last one after them."""
+    count = len(ordered)
+    room = np.empty(2 * count + 1, np.int64)
+    start = address_of(room)
+    cells = np.array([ordered.data_ptr(), count, start + 8 * count, start, 0], np.int64)
+    _runs_region().call(address_of(cells))
+    found = int(cells[_FOUND])
+    return room[:found], room[count : count + found + 1]
 
 
 @functools.cache
-def _sums_region(real: Any) -> Any:
-    def sum_runs(address: int) -> None:
+def _runs_region() -> workers.Region:
+    def find_runs(address: int) -> None:
         cells = carray(at_address(address), _CELLS, np.int64)
-        count, part, width, negate = cells[_RUNS], cells[_PART_RUNS], cells[_WIDTH], cells[_NEGATE] != 0
-        values = carray(at_address(cells[_VALUES]), _ANY, real)
-        order = carray(at_address(cells[_ORDER]), _ANY, np.int64)
+        count = cells[_COUNT]
+        ordered = carray(at_address(cells[_ORDERED]), _ANY, np.int64)
         starts = carray(at_address(cells[_STARTS]), _ANY, np.int64)
-        sums = carray(at_address(cells[_SUMS]), _ANY, real)
-        first = claim(address) * part
-        while first < count:
-            _sum_runs(values, order, starts, width, first, min(first + part, count), negate, sums)
-            first = claim(address) * part
+        rows = carray(at_address(cells[_ROWS]), _ANY, np.int64)
+        found = 0
+        for i in range(count):
+            if i == 0 or ordered[i] != ordered[i - 1]:
+                starts[found], rows[found] = i, ordered[i]
+                found += 1
+        starts[found] = count
+        cells[_FOUND] = found
 
-    return region(sum_runs)
+    return workers.region(find_runs)
 
 
 def _ascending(indices: Tensor) -> bool:
     return bool((indices[1:] > indices[:-1]).all())
 
 
-def _check_range(name: str, param: Tensor, least: Tensor | np.int64, most: Tensor | np.int64) -> None:
-    if int(least) < 0 or int(most) >= len(param):
+def _check_range(name: str, param: Tensor, least: int, most: int) -> None:
+    if least < 0 or most >= len(param):
         raise UsageError(
-            f"the gradient of {name} has rows {int(least)} to {int(most)}, the parameter has {len(param)}: "
+            f"the gradient of {name} has rows {least} to {most}, the parameter has {len(param)}: "
             f"the tensor was built by hand; torch.sparse.check_sparse_tensor_invariants finds where"
         )
 

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import ConfigError
-from dsa.optim import fused, workers
+from dsa.optim import fused, roots, workers
+from dsa.optim.gradients import SparseGradient
+from dsa.optim.native import address_of
 
-SCRATCH_BYTES = 16 << 20  # for one block's roots, or for gathered weights
-_SERIAL_ELEMENTS = 2032  # torch gives the square roots of 2048 and more numbers to its threads
+SCRATCH_BYTES = 16 << 20  # for the roots that torch takes, or for gathered weights
 _HALVES = (torch.bfloat16, torch.float16)
 _local = threading.local()
 
@@ -53,8 +54,7 @@ class Kernel(Protocol):
         moments: NDArray[np.floating[Any]],
         frames: NDArray[np.int32],
         param: Tensor,
-        rows: Tensor,
-        values: Tensor,
+        gradient: SparseGradient,
         hyper: Hyperparameters,
     ) -> None:
         """Carry out torch.optim.SparseAdam's step on some rows, in place in `moments` and `param`.
@@ -63,8 +63,7 @@ class Kernel(Protocol):
             moments: [frames, at least 2 * width], fp64 for an fp64 parameter, else fp32: exp_avg, then exp_avg_sq.
             frames: [k], distinct; where each row's moments are.
             param: the whole parameter, any strides; bf16 and fp16 rows are cast to fp32 and rounded back.
-            rows: int64 [k], distinct.
-            values: [k, width], contiguous: the gradient, its sign already turned where a maximum is sought.
+            gradient: of k rows, its sign already turned where a maximum is sought.
             hyper: lr, betas, eps, step.
         """
 
@@ -110,11 +109,12 @@ class ReferenceKernel:
         moments: NDArray[np.floating[Any]],
         frames: NDArray[np.int32],
         param: Tensor,
-        rows: Tensor,
-        values: Tensor,
+        gradient: SparseGradient,
         hyper: Hyperparameters,
     ) -> None:
         """See `Kernel.update`."""
+        gradient = gradient.dense()
+        rows, values = gradient.rows, gradient.values
         if values.numel() == 0:
             return
         width = values.shape[1]
@@ -125,7 +125,7 @@ class ReferenceKernel:
 
 
 class ExactKernel:
-    """Two fused passes with torch's own square root between them: the bits of `ReferenceKernel`; CPU only."""
+    """One fused pass with the square root that torch's own is: the bits of `ReferenceKernel`; CPU only."""
 
     name = "exact"
 
@@ -134,16 +134,16 @@ class ExactKernel:
         moments: NDArray[np.floating[Any]],
         frames: NDArray[np.int32],
         param: Tensor,
-        rows: Tensor,
-        values: Tensor,
+        gradient: SparseGradient,
         hyper: Hyperparameters,
     ) -> None:
         """See `Kernel.update`."""
-        _update_fused(moments, frames, param, rows, values, hyper, exact=True)
+        _update_fused(moments, frames, param, gradient, hyper, exact=True)
 
 
 class FastKernel:
-    """One fused pass: the moments of `ReferenceKernel` to the bit, its weights to 1 ulp a step; CPU only."""
+    """The same pass with the processor's own root: the moments of `ReferenceKernel` to the bit, its weights to 1 ulp a
+    step; CPU only."""
 
     name = "fast"
 
@@ -152,12 +152,11 @@ class FastKernel:
         moments: NDArray[np.floating[Any]],
         frames: NDArray[np.int32],
         param: Tensor,
-        rows: Tensor,
-        values: Tensor,
+        gradient: SparseGradient,
         hyper: Hyperparameters,
     ) -> None:
         """See `Kernel.update`."""
-        _update_fused(moments, frames, param, rows, values, hyper, exact=False)
+        _update_fused(moments, frames, param, gradient, hyper, exact=False)
 
 
 _KERNELS: dict[str, Kernel] = {each.name: each for each in (ReferenceKernel(), ExactKernel(), FastKernel())}
@@ -187,34 +186,35 @@ def warm_up(kernel: Kernel, dtype: torch.dtype) -> None:
     moments = np.zeros((2, 6), np.float64 if dtype == torch.float64 else np.float32)
     rows = torch.arange(2)
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 1)
-    kernel.update(moments, rows.to(torch.int32).numpy(), param, rows, torch.ones_like(param), hyper)
+    gradient = SparseGradient(rows, torch.ones_like(param))
+    kernel.update(moments, rows.to(torch.int32).numpy(), param, gradient, hyper)
 
 
 def _update_fused(
     moments: NDArray[np.floating[Any]],
     frames: NDArray[np.int32],
     param: Tensor,
-    rows: Tensor,
-    values: Tensor,
+    gradient: SparseGradient,
     hyper: Hyperparameters,
     *,
     exact: bool,
 ) -> None:
-    if values.numel() == 0:
+    count, width = len(gradient.rows), gradient.values.shape[1]
+    if count * width == 0:
         return
     weights = param.detach()
     as_rows = _two_dimensional(weights)
     if as_rows is not None:
-        _update_rows(moments, frames, as_rows, rows, values, hyper, exact)
+        _update_rows(moments, frames, as_rows, gradient.rows, gradient, hyper, exact)
     else:  # the weights of a row have no common stride: a copy of some rows at a time has
-        step = max(1, SCRATCH_BYTES // (values.shape[1] * weights.element_size()))
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            gathered = weights.index_select(0, some)
-            at = torch.arange(len(some))
-            flat = gathered.view(len(some), -1)
-            _update_rows(moments, frames[first : first + step], flat, at, values[first : first + step], hyper, exact)
-            weights.index_copy_(0, some, gathered)
+        step = max(1, SCRATCH_BYTES // (width * weights.element_size()))
+        for first in range(0, count, step):
+            some = gradient.at(slice(first, first + step))
+            gathered = weights.index_select(0, some.rows)
+            at = torch.arange(len(some.rows))
+            flat = gathered.view(len(some.rows), -1)
+            _update_rows(moments, frames[first : first + step], flat, at, some, hyper, exact)
+            weights.index_copy_(0, some.rows, gathered)
     torch.autograd.graph.increment_version(param)
 
 
@@ -235,61 +235,69 @@ def _update_rows(
     frames: NDArray[np.int32],
     weights: Tensor,
     rows: Tensor,
-    values: Tensor,
+    gradient: SparseGradient,
     hyper: Hyperparameters,
     exact: bool,
 ) -> None:
-    """Fill in the cells of a region and run it, block by block where the roots of all rows are too large."""
-    count, width = values.shape
+    """Fill in the cells of a region and run it: once, or block by block where torch itself is to take the roots.
+
+    Args:
+        weights: [n, width].
+        rows: which of them belong to the gradient's rows.
+    """
     real: Any = moments.dtype.type
+    values, runs = gradient.values, gradient.runs
     if values.dtype != weights.dtype:
-        values = values.to(torch.float64 if real is np.float64 else torch.float32)
-        exact = True  # the one pass of the fast kernel knows one dtype
+        values, runs = gradient.dense().values.to(torch.float64 if real is np.float64 else torch.float32), None
     frames = np.ascontiguousarray(frames, np.int32)
     rows, values = rows.contiguous(), values.contiguous()
+    count, width = len(rows), values.shape[1]
     factors = np.array([1 - hyper.beta1, 1 - hyper.beta2, hyper.eps, -hyper.step_size])
-    cells = fused.new_cells(count, width)
-    cells[fused.FACTORS] = _address(factors)
-    cells[fused.MOMENTS], cells[fused.STRIDE] = _address(moments), moments.strides[0] // moments.itemsize
+    cells = np.zeros(fused.CELLS, np.int64)
+    cells[fused.COUNT], cells[fused.WIDTH], cells[fused.PART_ROWS] = count, width, fused.part_rows(width)
+    cells[fused.FACTORS] = address_of(factors)
+    cells[fused.MOMENTS], cells[fused.STRIDE] = address_of(moments), moments.strides[0] // moments.itemsize
+    cells[fused.FRAMES], cells[fused.ROWS], cells[fused.VALUES] = address_of(frames), rows.data_ptr(), values.data_ptr()
+    if runs is not None:
+        begins, ends = np.ascontiguousarray(runs.begins), np.ascontiguousarray(runs.ends)
+        cells[fused.ORDER], cells[fused.NEGATE] = address_of(runs.order), runs.negate
+        cells[fused.BEGINS], cells[fused.ENDS] = address_of(begins), address_of(ends)
     cells[fused.WEIGHTS] = weights.data_ptr()
     cells[fused.ROW_STRIDE] = weights.stride(0)
     cells[fused.COLUMN_STRIDE] = weights.stride(1) if width > 1 else 1
     if weights.dtype in _HALVES:
-        cells[fused.TABLE] = _address(_floats_of_halves(weights.dtype))
+        cells[fused.TABLE] = address_of(_floats_of_halves(weights.dtype))
         cells[fused.BF16] = weights.dtype == torch.bfloat16
     kinds: tuple[Any, Any] = (_item(values.dtype), _item(weights.dtype))
-    block_rows = max(1, SCRATCH_BYTES // (width * moments.itemsize)) if exact else count
+    step = fused.step_region(real, *kinds)
+    root = roots.root_of(real) if exact else roots.HARDWARE
+    if root is not roots.TORCH:
+        cells[fused.FUNCTION], cells[fused.MODE] = root.address, root.mode
+        workers.run(step, cells, count * width)
+    else:
+        _run_in_phases(step, cells, moments.dtype, values.element_size())
+
+
+def _run_in_phases(step: workers.Region, cells: NDArray[np.int64], real: np.dtype[Any], value_bytes: int) -> None:
+    """Moments, torch's roots, weights; some rows at a time, whose roots the scratch memory holds."""
+    count, width = int(cells[fused.COUNT]), int(cells[fused.WIDTH])
+    block_rows = max(1, SCRATCH_BYTES // (width * real.itemsize))
     for start in range(0, count, block_rows):
         size = min(block_rows, count - start)
-        cells[fused.COUNT] = size
-        cells[fused.FRAMES] = _address(frames) + start * frames.itemsize
-        cells[fused.ROWS] = rows.data_ptr() + start * rows.element_size()
-        cells[fused.VALUES] = values.data_ptr() + start * width * values.element_size()
-        if not exact:
-            _run(fused.fast_region(real, kinds[1]), cells, size * width)
-            continue
-        roots = _scratch(size * width, torch.float64 if real is np.float64 else torch.float32)
-        cells[fused.ROOTS] = roots.data_ptr()
-        _run(fused.moments_region(real, kinds[0]), cells, size * width)
-        _take_roots(roots)
-        _run(fused.weights_region(real, kinds[1]), cells, size * width)
-
-
-def _run(region: Any, cells: NDArray[np.int64], elements: int) -> None:
-    cells[fused.CLAIMED] = 0
-    workers.run(region.address, cells, elements)
-
-
-def _take_roots(squares: Tensor) -> None:
-    """Torch's own square root in place, which is not the processor's, in one call; few in this thread alone."""
-    if workers.threads_for(len(squares)) > 1:
-        squares.sqrt_()
-    else:
-        torch._foreach_sqrt_(torch.split(squares, _SERIAL_ELEMENTS))
-
-
-def _address(array: NDArray[Any]) -> int:
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+        squares = _scratch(size * width, torch.float64 if real == np.float64 else torch.float32)
+        cells[fused.COUNT], cells[fused.ROOTS] = size, squares.data_ptr()
+        for phase in (fused.ONLY_MOMENTS, fused.ONLY_WEIGHTS):
+            cells[fused.CLAIMED], cells[fused.PHASE] = 0, phase
+            workers.run(step, cells, size * width)
+            if phase == fused.ONLY_MOMENTS:
+                roots.take_roots(squares, workers.threads_for(size * width))
+        cells[fused.FRAMES] += size * 4
+        cells[fused.ROWS] += size * 8
+        if cells[fused.ORDER]:
+            cells[fused.BEGINS] += size * 8
+            cells[fused.ENDS] += size * 8
+        else:
+            cells[fused.VALUES] += size * width * value_bytes
 
 
 def _item(dtype: torch.dtype) -> type[np.generic]:

@@ -1,4 +1,4 @@
-"""What compiled regions need of numba beyond its loops: memory by address, and two machine operations."""
+"""What compiled regions need of numba beyond its loops: memory and functions by address, and two machine operations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 
 def _at_address(typing_context: Any, address: Any) -> Any:
@@ -32,13 +33,32 @@ def _prefetch(typing_context: Any, address: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         pointer = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        builder.call(function, [pointer, number(1), number(3), number(1)])
+        builder.call(function, [pointer, number(0), number(2), number(1)])  # to the second cache: more lines at once
         return context.get_dummy_value()
 
     return types.void(types.int64), make
 
 
+def _call_on_array(typing_context: Any, function: Any, count: Any, address: Any, mode: Any) -> Any:
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = cgutils.intp_t
+        kind = ir.FunctionType(ir.VoidType(), [number, cgutils.voidptr_t, cgutils.voidptr_t, number])
+        called = builder.inttoptr(arguments[0], kind.as_pointer())
+        pointer = builder.inttoptr(arguments[2], cgutils.voidptr_t)
+        builder.call(called, [arguments[1], pointer, pointer, arguments[3]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), make
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array's memory begins."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
 carray: Any = numba.carray
 at_address: Any = intrinsic(_at_address)  # (int64) -> the pointer with this address
 claim: Any = intrinsic(_claim)  # (address of an int64) -> its value, raised by one in the same instant
-prefetch: Any = intrinsic(_prefetch)  # (address) -> have its line brought near, for writing; it need not be valid
+prefetch: Any = intrinsic(_prefetch)  # (address) -> have its line brought near; it need not be valid
+# (function, count, address, mode) -> call C's void function(int64 count, const T *in, T *out, int64 mode) in place
+call_on_array: Any = intrinsic(_call_on_array)

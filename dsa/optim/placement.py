@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import ConfigError
+from dsa.optim.gradients import SparseGradient
 from dsa.optim.kernels import Hyperparameters, Kernel
 
 _KNOWN = ("cpu", "cuda", "meta")
@@ -67,15 +68,14 @@ def update_in_frames(
     moments: NDArray[np.floating[Any]],
     frames: NDArray[np.int32],
     param: Tensor,
-    rows: Tensor,
-    values: Tensor,
+    gradient: SparseGradient,
     hyper: Hyperparameters,
 ) -> None:
     """`Kernel.update`; for parameters on accelerators other than CUDA, on copies of their rows on the CPU."""
     if param.device.type in _KNOWN:
-        kernel.update(moments, frames, param, rows, values, hyper)
+        kernel.update(moments, frames, param, gradient, hyper)
     else:
-        update_on_copies(kernel, moments, frames, param, rows, values, hyper)
+        update_on_copies(kernel, moments, frames, param, gradient, hyper)
 
 
 def update_on_copies(
@@ -83,14 +83,14 @@ def update_on_copies(
     moments: NDArray[np.floating[Any]],
     frames: NDArray[np.int32],
     param: Tensor,
-    rows: Tensor,
-    values: Tensor,
+    gradient: SparseGradient,
     hyper: Hyperparameters,
 ) -> None:
     """The update on the CPU of a parameter that is elsewhere: its rows are copied there and back; the host waits."""
-    if values.numel() == 0:
+    if gradient.values.numel() == 0:
         return
     weights = param.detach()
-    some = weights.index_select(0, rows).cpu()
-    kernel.update(moments, frames, some, torch.arange(len(some)), values.cpu(), hyper)
-    weights.index_copy_(0, rows, some.to(weights.device))
+    some = weights.index_select(0, gradient.rows).cpu()
+    copied = SparseGradient(torch.arange(len(some)), gradient.dense().values.cpu())
+    kernel.update(moments, frames, some, copied, hyper)
+    weights.index_copy_(0, gradient.rows, some.to(weights.device))

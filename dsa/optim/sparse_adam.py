@@ -207,13 +207,11 @@ class DiskSparseAdam(Optimizer):
         def update(number: int, positions: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
             gradient = work[number][1]
             param = books.tables.tables[number].parameter
-            some_rows, values = gradient.rows, gradient.values
-            if len(positions) < len(some_rows):
-                at = torch.from_numpy(positions).to(some_rows.device)
-                some_rows, values = some_rows[at], values[at]
+            if len(positions) < len(gradient.rows):
+                gradient = gradient.at(positions)
             chosen = kernels.choose_kernel(books.kernel, param)
             moments = books.engine.moments_array(number)
-            update_in_frames(chosen, moments, frames, param, some_rows, values, hyper_of(number))
+            update_in_frames(chosen, moments, frames, param, gradient, hyper_of(number))
 
         on_device = None
         if books.engine.stages:

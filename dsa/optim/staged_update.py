@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,12 +32,16 @@ def updater(work: Mapping[int, Work]) -> Callable[[Device, Sequence[Group]], Cal
     as SparseAdam reads it, and for that the host waits.
     """
 
+    summed: dict[int, Work] = {}
+
     def update(device: Device, groups: Sequence[Group]) -> Callable[[], None]:
-        batches = [(group.numbers, *together) for group in groups for together in _together(group, work)]
+        for table in {part.table for group in groups for part in group.parts} - summed.keys():
+            summed[table] = replace(work[table], gradient=work[table].gradient.dense())
+        batches = [(group.numbers, *together) for group in groups for together in _together(group, summed)]
 
         def run() -> None:
             for numbers, hyper, step_size, parts in batches:
-                _update(device, numbers, hyper, step_size, [(part, work[part.table]) for part in parts])
+                _update(device, numbers, hyper, step_size, [(part, summed[part.table]) for part in parts])
 
         return run
 

@@ -32,19 +32,29 @@ PARALLEL_ELEMENTS = 1 << 16  # fewer than these do not pay for a second core
 
 _PID = os.getpid()
 _log = logging.getLogger("dsa")
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _Run = Callable[[int, int, int], None]
 
 
-def region(function: Callable[[int], None]) -> Callable[[int], None]:
-    """Compile a region now; the result has an `address`. Cached on disk where that is possible."""
+class Region:
+    """A compiled region: its address, and that as a function of C, which gives the GIL back while it runs."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled  # owns the code
+        self.address: int = compiled.address
+        self.call: Callable[[int], None] = _PROTOTYPE(self.address)
+
+
+def region(function: Callable[[int], None]) -> Region:
+    """Compile a region now. Cached on disk where that is possible."""
     signature = types.void(types.int64)
     try:
-        return numba.cfunc(signature, cache=True)(function)  # type: ignore[no-any-return]
+        return Region(numba.cfunc(signature, cache=True)(function))
     except RuntimeError as error:
         _log.info("a compiled region is not cached: %s", error)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumbaWarning)
-            return numba.cfunc(signature)(function)  # type: ignore[no-any-return]
+            return Region(numba.cfunc(signature)(function))
 
 
 def threads_for(elements: int) -> int:
@@ -55,27 +65,24 @@ def threads_for(elements: int) -> int:
     return torch.get_num_threads() if elements >= PARALLEL_ELEMENTS and os.getpid() == _PID else 1
 
 
-def run(region_address: int, cells: NDArray[Any], elements: int) -> None:
+def run(loop: Region, cells: NDArray[Any], elements: int) -> None:
     """Run a region over its cells, in as many threads as torch may use and as pay; returns when all have ended.
 
     Args:
-        region_address: of a compiled region.
+        loop: a compiled region.
         cells: what it works on; the first is its claim counter, 0.
         elements: how many numbers there are to work on.
     """
     workers = threads_for(elements)
     address: int = cells.__array_interface__["data"][0]
     if workers == 1:
-        _call(region_address, address)
+        loop.call(address)
     else:
-        _run_parallel(region_address, address, workers)
+        _run_parallel(loop.address, address, workers)
 
 
 def _call(region_address: int, cells_address: int) -> None:
     _PROTOTYPE(region_address)(cells_address)  # ctypes gives the GIL back meanwhile
-
-
-_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 def _openmp() -> _Run | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ def compare_with_coalesce(rows: torch.Tensor, values: torch.Tensor, length: int,
     expected = (-param.grad if maximize else param.grad).coalesce()
     found = unique_rows("table", param, maximize)
     assert found is not None
+    found = found.dense()
     assert torch.equal(found.rows, expected.indices()[0])
     assert found.values.shape == (len(found.rows), values[0].numel() if len(values) else param[0].numel())
     assert found.values.is_contiguous()
@@ -96,7 +98,7 @@ def test_a_gradient_that_says_falsely_that_it_is_coalesced_is_sorted(dtype: torc
     found = unique_rows("table", param, False)
     assert found is not None
     assert found.rows.tolist() == [2, 5]
-    assert found.values.flatten().tolist() == [2.0, 5.0]
+    assert found.dense().values.flatten().tolist() == [2.0, 5.0]
     assert param.grad.is_coalesced()  # the caller's own tensor is as it was
 
 
@@ -107,7 +109,7 @@ def test_the_gradient_of_an_embedding_summed_over_its_output() -> None:
     found = unique_rows("weight", embedding.weight, False)
     assert found is not None
     assert found.rows.tolist() == [3, 7]
-    assert found.values[:, 0].tolist() == [2.0, 1.0]
+    assert found.dense().values[:, 0].tolist() == [2.0, 1.0]
 
 
 def test_no_gradient_is_none() -> None:
@@ -153,3 +155,27 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     param.data = torch.zeros(3, 2)
     with pytest.raises(UsageError, match=r"table has shape \(5, 2\), the parameter \(3, 2\)"):
         unique_rows("table", param, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_part_of_a_gradient_has_the_sums_of_its_rows(dtype: torch.dtype, maximize: bool, coalesced: bool) -> None:
+    param = torch.zeros(40, 5, dtype=dtype)
+    param.grad = torch.sparse_coo_tensor(
+        torch.randint(0, 40, (1, 300)), torch.randn(300, 5).to(dtype), param.shape, check_invariants=False
+    )
+    if coalesced:
+        param.grad = param.grad.coalesce()
+    found = unique_rows("table", param, maximize)
+    assert found is not None
+    whole = found.dense()
+    assert (found.runs is not None) == (dtype in (torch.float32, torch.float64) and not coalesced)
+    positions = np.array([0, 3, 4, len(found.rows) - 1])
+    for some in (positions, slice(2, 9), slice(0)):
+        part = found.at(some)
+        assert torch.equal(part.rows, whole.rows[some])
+        assert torch.equal(part.dense().values, whole.values[some])
+        assert torch.equal(part.dense().rows, part.rows)
+    again = found.at(positions).at(np.array([1, 3]))
+    assert torch.equal(again.dense().values, whole.values[positions[[1, 3]]])
