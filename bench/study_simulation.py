@@ -33,7 +33,6 @@ from dsa.io.window import Kind, Piece, Window
 from dsa.io.writebehind import WriteBehind
 
 _WARM_SHARE = 0.3  # write-behind begins when a quarter of the frames is dirty
-_WAITED_SHARE = 0.03  # the engine's: a step that waited longer, as a share of a step's time, calls for a longer reach
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Run:
     wait_s: float = 0.0
     failure: BaseException | None = None
     _sequences: dict[int, int] = field(default_factory=dict)
-    _stepped_s: float = 0.0
 
     def __post_init__(self) -> None:
         scale, record = self.scale, RECORD
@@ -141,9 +139,10 @@ class Run:
         """Run all steps; the figures of those after the warm ones."""
         self.changed = asyncio.Event()
         self.writebehind = WriteBehind(self.access, self.log, self.config.dirty_share, self._latch)
-        self.prefetch = Prefetch(self.access, self.log, self.writebehind.wanted.set, self._latch)
+        clock = asyncio.get_running_loop().time
+        self.prefetch = Prefetch(self.access, self.log, self.writebehind.wanted.set, self._latch, clock)
         self._tasks = [asyncio.create_task(self.prefetch.run()), asyncio.create_task(self.writebehind.run())]
-        scale, clock = self.scale, asyncio.get_running_loop().time
+        scale = self.scale
         for number in range(self.warm_steps):
             await self._step(number)
         began, waited, before = clock(), self.wait_s, copy.copy(self.backend.time)
@@ -182,18 +181,15 @@ class Run:
         await asyncio.sleep(self.scale.model_us * 1e-6 * len(rows))
         with self.access as books:
             step = books.begin({0: rows}, lasting=True)
-        waits_before = self.wait_s
         for piece in step.batch.pieces:
             while piece.remaining:
                 positions = await self._rows_of(step, piece)
                 await asyncio.sleep(self.scale.update_us * 1e-6 * len(positions))
                 with self.access as books:
                     books.commit(piece, positions)
-        now = asyncio.get_running_loop().time()
-        interval_s, self._stepped_s = now - self._stepped_s, now
+        now_s, idle_s = asyncio.get_running_loop().time(), self.prefetch.idle_s
         with self.access as books:
-            if step.announced:
-                books.reach.stepped(waited=self.wait_s - waits_before > _WAITED_SHARE * interval_s)
+            books.reach.stepped(now_s, waited_s=self.wait_s, idle_s=idle_s, announced=step.announced)
             books.end_step()
         self._wake()
 

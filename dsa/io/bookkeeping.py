@@ -129,6 +129,7 @@ class Bookkeeping:
             if self.window.is_ahead(batch):
                 held += 1
                 if held > self.reach.batches:
+                    self.reach.used_up = True
                     return
                 if held > 1 and self.reach.sizes_itself and self._crowded(batch):
                     return

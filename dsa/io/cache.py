@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
-from dsa.io.eviction import FILLING, FREE, LEASED, Policy
+from dsa.io.eviction import FILLING, FREE, LEASED, WRITING, Policy
 
 NO_FRAME = -1
 DONE_FRAME = -2
@@ -258,8 +258,14 @@ class Arena:
         """Up to `limit` dirty frames to write; they count as being written until `written`.
 
         Args:
-            urgent: take those that come first; else spare those that were leased lately.
+            urgent: take those that come first; else those that the policy would give up first, or, where there is
+                room for every row and the policy knows nothing, spare those that were leased lately.
         """
+        if unpinned_only and not self.roomy:
+            chosen = self.policy.cold_dirty(limit, self.flags, self.pins, self.table_of, table)
+            self.flags[chosen] |= WRITING
+            self.writing[table] += len(chosen)
+            return chosen
         out = np.empty(limit, np.int32)
         args = (self.table_of, self.flags, self.pins, urgent, unpinned_only, self._hands[table], out)
         n, self._hands[table] = _collect(table, *args)

@@ -35,7 +35,6 @@ from dsa.io.tables import TableSpec, check_match, entries_for, lay_out
 from dsa.io.window import Kind, Piece
 
 _log = logging.getLogger("dsa")
-_WAITED_SHARE = 0.03  # of the time between two steps: more than this spent waiting calls for a longer reach
 Update = Callable[[int, NDArray[np.int64], Frames], None]
 Updated = Sequence[tuple[Piece, NDArray[np.int64]]]
 
@@ -90,7 +89,6 @@ class Engine:
         self._device_of: dict[int, torch.device] = {}
         self._update_s = 0.0
         self._commit_s = 0.0
-        self._stepped = time.perf_counter()
         self.stage: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
         try:
             self._open(specs, existing)
@@ -398,7 +396,7 @@ class Engine:
                 self._refuse_unclaimed()
             pipeline = self._pipeline
             pipeline.await_interrupted()
-            waits_before, counted, whole = pipeline.wait_s, False, False
+            counted, whole = False, False
 
             def count() -> None:
                 nonlocal counted
@@ -439,7 +437,9 @@ class Engine:
                                 left -= len(positions)
                         self._update_s += time.perf_counter() - began
                 count()
-                self._size_reach(step, pipeline.wait_s - waits_before)
+                books.reach.stepped(
+                    time.perf_counter(), waited_s=pipeline.wait_s, idle_s=pipeline.idle_s, announced=step.announced
+                )
                 whole = True
             finally:
                 self._end(whole, updated)
@@ -464,12 +464,6 @@ class Engine:
             waited_s = staging.waited_s - waited_before
             self._pipeline.wait_s += waited_s
             self._update_s += time.perf_counter() - began - waited_s
-
-    def _size_reach(self, step: Step, waited_s: float) -> None:
-        now = time.perf_counter()
-        interval_s, self._stepped = now - self._stepped, now
-        if step.announced:
-            self._pipeline.books.reach.stepped(waited=waited_s > _WAITED_SHARE * interval_s)
 
     def _count(self, counts: Sequence[int]) -> None:
         # A step that no parameter had a gradient for leaves the state as it was.

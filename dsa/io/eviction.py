@@ -70,6 +70,7 @@ class Policy:
         self._progress = 0.0  # the share of all bytes that the present round of decay has reached
         self._random: NDArray[np.uint32] = np.array([2463534242], np.uint32)
         self._hand = 0
+        self._writing_hand = 0
         self._n_rows = 0
         self._unheeded: dict[tuple[int, int], int] = {}  # batches announced while every row had a frame: their rows
 
@@ -157,24 +158,65 @@ class Policy:
         Returns:
             int32, at most `count` frames. They stay candidates until their flags or pins say otherwise.
         """
+        anywhere = np.zeros(0, np.int16)
+        chosen, self._hand = self._coldest(count, self._hand, flags, BARRED, 0, pins, anywhere, -1)
+        return chosen
+
+    def cold_dirty(
+        self,
+        count: int,
+        flags: NDArray[np.uint8],
+        pins: NDArray[np.int32] | None,
+        table_of: NDArray[np.int16],
+        table: int,
+    ) -> NDArray[np.int32]:
+        """Dirty frames of a table to write, those first that would be given up first were they clean.
+
+        So a row that is updated often is written seldom, and what is to go soon is clean when its frame is wanted.
+
+        Args:
+            count, flags: as `victims`; frames that are leased, or being filled or written, are left out.
+            pins: None: pinned ones too.
+            table_of: the table of each frame.
+        """
+        chosen, self._writing_hand = self._coldest(
+            count, self._writing_hand, flags, BARRED, DIRTY, pins, table_of, table
+        )
+        return chosen
+
+    def _coldest(
+        self,
+        count: int,
+        hand: int,
+        flags: NDArray[np.uint8],
+        mask: int,
+        wanted: int,
+        pins: NDArray[np.int32] | None,
+        table_of: NDArray[np.int16],
+        table: int,
+    ) -> tuple[NDArray[np.int32], int]:
         count = min(count, self.n_frames)
         if count <= 0:
-            return np.zeros(0, np.int32)
+            return np.zeros(0, np.int32), hand
         oldest = min((f.oldest for f in self._foresights if f.oldest is not None), default=0)
         newest = max((f.newest for f in self._foresights if f.newest is not None), default=-1)
         look = min(self.n_frames, max(_LEAST_LOOK, _LOOK * count))
-        chosen, self._hand = _choose(
+        chosen, hand = _choose(
             count,
             look,
-            self._hand,
+            hand,
             flags,
-            pins,
+            mask,
+            wanted,
+            np.zeros(0, np.int32) if pins is None else pins,
+            table_of,
+            table,
             self._frame_code,
             self._frame_due,
             oldest & _SEQUENCE_BITS,
             newest - oldest + 1,
         )
-        return chosen
+        return chosen, int(hand)
 
     @property
     def roomy(self) -> bool:
@@ -246,13 +288,20 @@ def _choose(
     look: int,
     hand: int,
     flags: NDArray[np.uint8],
+    mask: int,
+    wanted: int,
     pins: NDArray[np.int32],
+    table_of: NDArray[np.int16],
+    table: int,
     frame_code: NDArray[np.uint8],
     frame_due: NDArray[np.int32],
     oldest: int,
     span: int,
 ) -> tuple[NDArray[np.int32], int]:
     """The best `count` of the frames behind the hand: `look` of them, and as many more as it takes.
+
+    Only frames with the `wanted` of the flags in `mask`, without a pin (where `pins` are given), and of `table` (where
+    it is not -1).
 
     The key of a frame: its byte (0 to 255) where no known batch is due; else 256 and more, least for the latest due.
     """
@@ -265,7 +314,8 @@ def _choose(
     seen = 0
     frame = hand
     while seen < n_frames and (seen < look or found < count) and found < room:
-        if (flags[frame] & BARRED) == 0 and pins[frame] == 0:
+        free = (flags[frame] & mask) == wanted and (len(pins) == 0 or pins[frame] == 0)
+        if free and (table < 0 or table_of[frame] == table):
             due = frame_due[frame]
             key = np.int64(frame_code[frame])
             if due >= 0:

@@ -125,6 +125,11 @@ class Pipeline:
         for staging in self.stagings:
             staging.wake()
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds, so far, in which nothing was being brought in."""
+        return self._prefetch.idle_s
+
     def moved_on_locked(self, books: Bookkeeping) -> None:
         """Training has moved on: wake the tasks that have something to do now. The caller holds the lock.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from dsa.io.access import Access
@@ -18,7 +19,12 @@ class Prefetch:
     """A task on the loop; `wanted` is set whenever there may be something to bring in."""
 
     def __init__(
-        self, access: Access, log: RowLog, frames_wanted: Callable[[], None], latch: Callable[[BaseException], None]
+        self,
+        access: Access,
+        log: RowLog,
+        frames_wanted: Callable[[], None],
+        latch: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.wanted = asyncio.Event()
         self._access = access
@@ -26,6 +32,15 @@ class Prefetch:
         self._frames_wanted = frames_wanted
         self._latch = latch
         self._running: set[asyncio.Task[None]] = set()
+        self._idle_s = 0.0
+        self._clock = clock
+        self._idle_since: float | None = clock()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds, so far, in which nothing was being brought in; read from any thread."""
+        since = self._idle_since
+        return self._idle_s + (0.0 if since is None else self._clock() - since)
 
     async def run(self) -> None:
         """Until cancelled: begin what can be begun, then wait to be woken."""
@@ -37,9 +52,14 @@ class Prefetch:
                     self._frames_wanted()
                 if job is None:
                     break
+                if self._idle_since is not None:
+                    self._idle_s += self._clock() - self._idle_since
+                    self._idle_since = None
                 task = asyncio.create_task(self._bring(job))
                 self._running.add(task)
                 task.add_done_callback(self._done)
+            if not self._running and self._idle_since is None:
+                self._idle_since = self._clock()
             await self.wanted.wait()
 
     def _next(self) -> tuple[FillJob | None, bool]:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 MOST = 64
 _CALM_STEPS = 32
+_SHARE = 0.03
+"""Of the time between two steps: more than this spent waiting, and as much idle before, calls for a longer reach."""
 
 
 class Reach:
     """The number of batches held beyond the one being stepped.
 
-    Doubled when a step had to wait for its rows, one less after a run of steps that had not: so it settles at about the
-    time that a batch's reads take, in steps.
+    Doubled when a step had to wait for its rows although there had been time to bring them in, had they been within
+    reach; one less after a run of steps without that. So it settles at about the time that a batch's reads take, in
+    steps, and stays short where the disk has no time to spare: a longer reach would only leave the cache less room.
 
     Args:
         fixed: this many, always; None: sized by itself.
     """
 
     def __init__(self, fixed: int | None) -> None:
+        self.used_up = False  # since the last step a batch was left for later only because it is not within reach
         self._fixed = fixed
         self._batches = 2
         self._calm = 0
+        self._seen = (0.0, 0.0, 0.0)
 
     @property
     def batches(self) -> int:
@@ -31,9 +36,24 @@ class Reach:
         """Whether nobody fixed it."""
         return self._fixed is None
 
-    def stepped(self, *, waited: bool) -> None:
-        """A step that had been announced has its rows; whether it had to wait for them."""
-        if waited:
+    def stepped(self, now_s: float, *, waited_s: float, idle_s: float, announced: bool) -> None:
+        """A step is over.
+
+        Args:
+            now_s: the time, on any clock.
+            waited_s: how long steps have waited for rows so far, all together.
+            idle_s: how long nothing was being brought in so far.
+            announced: whether something had been announced for the step; what it waited for says nothing otherwise.
+        """
+        between_s, waited_here_s, idle_here_s = (
+            now - before for now, before in zip((now_s, waited_s, idle_s), self._seen, strict=True)
+        )
+        self._seen = now_s, waited_s, idle_s
+        used_up, self.used_up = self.used_up, False
+        if not announced:
+            return
+        least_s = _SHARE * between_s
+        if used_up and waited_here_s > least_s and idle_here_s > least_s:
             self._batches = min(2 * self._batches, MOST)
             self._calm = 0
         elif (calm := self._calm + 1) < _CALM_STEPS:

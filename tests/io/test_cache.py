@@ -167,7 +167,10 @@ def test_collecting_takes_one_tables_frames_up_to_the_limit_and_goes_round(arena
     assert arena.table_of[arena.collect(1, 9, unpinned_only=True)].tolist() == [1]
 
 
-def test_what_was_leased_lately_is_spared_once_unless_it_is_urgent(arena: Arena) -> None:
+def test_where_there_is_room_for_all_what_was_leased_lately_is_spared_once_unless_it_is_urgent() -> None:
+    arena = Arena(np.zeros((9, 16), np.uint8))
+    for n_rows in (5, 4):
+        arena.add_table(np.full(n_rows, NO_FRAME, np.int32))
     make_dirty(arena, 0, 1, 2, 3)
     arena.flags[arena.frame_of[0][[2, 3]]] &= 255 - RECENT  # the hand has passed these two since
     spared = int(arena.frame_of[0][1])
@@ -177,6 +180,26 @@ def test_what_was_leased_lately_is_spared_once_unless_it_is_urgent(arena: Arena)
     assert arena.collect(0, 2, unpinned_only=True, urgent=False).tolist() == [spared]  # nothing else is left
     make_dirty(arena, 1, 1)
     assert len(arena.collect(1, 2, unpinned_only=True, urgent=True)) == 1
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_what_would_be_given_up_first_is_written_first(urgent: bool) -> None:
+    arena = Arena(np.zeros((6, 16), np.uint8))
+    for n_rows in (10, 6):
+        arena.add_table(np.full(n_rows, NO_FRAME, np.int32))
+    for _ in range(4):
+        make_dirty(arena, 0, 1, 2)  # often
+    make_dirty(arena, 0, 3, 4)
+    make_dirty(arena, 1, 5)
+    coming = array(2, 3)  # known to come
+    arena.policy.known(0, 1, coming, arena.frame_of[0][coming])
+    order = []
+    while len(frames := arena.collect(0, 1, unpinned_only=True, urgent=urgent)):
+        order += arena.row_of[frames].tolist()
+    assert order[:2] == [4, 1]
+    assert sorted(order[2:]) == [2, 3]
+    assert arena.writing == [4, 0]
+    assert arena.collect(0, 9, unpinned_only=False).tolist() == []
 
 
 def test_pinned_frames_are_written_only_when_all_are(arena: Arena) -> None:
