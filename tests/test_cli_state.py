@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -405,6 +406,61 @@ def test_plan_knows_that_halves_have_moments_in_fp32_and_small_tables_fit_the_ca
 )
 def test_plan_refuses_what_cannot_be_meant(arguments: tuple[str, ...], word: str) -> None:
     assert word in refused("plan", *arguments)
+
+
+# What all can do.
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export", "copy"])
+def test_a_directory_in_use(made: Made, tmp_path: Path, command: str) -> None:
+    """Beside steps that nobody has committed."""
+    more = {"export": [tmp_path / "x.pt"], "copy": [tmp_path / "new"]}.get(command, [])
+    params = {name: nn.Parameter(values.clone()) for name, values in made.weights[2].items()}
+    with optimizer(made.path, params, existing="resume") as opt:
+        gradients(params, 30)
+        opt.step()
+        assert opt.checkpoint() == 3
+        gradients(params, 31)
+        opt.step()
+        found = run_json(command, made.path, *more)
+        newest = {
+            "inspect": lambda: found["generations"][-1]["number"],
+            "verify": lambda: found["generations"][-1],
+        }.get(command, lambda: found["generation"])()
+        assert newest == 3
+        if command == "inspect":
+            assert found["holder"]["pid"] == os.getpid()
+            assert found["healthy"]
+        if command == "verify":
+            assert found["clean"]
+        gradients(params, 32)
+        opt.step()
+        assert opt.checkpoint() == 4
+    assert run_json("verify", made.path)["clean"]
+
+
+@pytest.mark.parametrize("command", ["verify", "export", "copy"])
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(made: Made, tmp_path: Path, command: str) -> None:
+    pty = pytest.importorskip("pty")
+    more = {"export": [str(tmp_path / "x.pt")], "copy": [str(tmp_path / "new")]}.get(command, [])
+    screen, end = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "dsa.cli", command, str(made.path), *more, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
+        timeout=100,
+        check=True,
+    )
+    os.close(end)
+    drawn = ""
+    with contextlib.suppress(OSError):  # so a terminal ends that nobody writes to any more
+        while part := os.read(screen, 1 << 16):
+            drawn += part.decode(errors="replace")
+    os.close(screen)
+    assert {"verify": "verifying", "export": "exporting", "copy": "copying"}[command] in drawn
+    assert "100%" in drawn
+    json.loads(done.stdout)
 
 
 # What all refuse.

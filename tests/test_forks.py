@@ -19,7 +19,9 @@ from parity_rig import Twins, parameters, random_gradient
 from torch import nn
 from torch.utils.data import DataLoader
 
+import dsa.io.memory
 from dsa import DiskSparseAdam
+from dsa.config import IOConfig
 from dsa.errors import ForkedError, StateLockedError
 
 pytestmark = [
@@ -254,6 +256,47 @@ def test_frames_and_indexes_are_not_inherited(twins: Twins) -> None:
         address = array.ctypes.data
         assert "dc" in flags_at("/proc/self/smaps", address)
         assert in_fork(lambda at=address: flags_at("/proc/self/smaps", at)) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's advice")
+@pytest.mark.parametrize("inherited", [False, True], ids=["as it is", "if forks inherited it"])
+def test_training_beside_a_living_worker_copies_no_page_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherited: bool
+) -> None:
+    """Counted in page faults of the same step without a forked child and beside one that lives."""
+    import resource
+
+    if inherited:
+        monkeypatch.setattr(dsa.io.memory, "_MADV_DONTFORK", 0)  # the advice that changes nothing
+    n_rows, width = 40_000, 64
+    param = nn.Parameter(torch.zeros(n_rows, width))
+    values = torch.ones(n_rows // 2, width)
+    halves = [torch.sparse_coo_tensor(rows[None], values, param.shape) for rows in torch.arange(n_rows).view(2, -1)]
+    opt = DiskSparseAdam([("w", param)], state_dir=tmp_path / "s", cache="32MiB", io=IOConfig(dirty_share=1.0))
+
+    def faults(half: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        param.grad = halves[half]
+        opt.step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    alone = [faults(half) for half in (0, 1) * 3][-1]
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    # What every optimizer shares with a fork is copied here: the weights, and the heap that steps use.
+    param.data.mul_(1)
+    faults(0)
+    beside = faults(1)
+    os.close(reading)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    cache_pages = n_rows // 2 * 2 * width * 4 // 4096
+    assert (beside - alone > cache_pages // 2) == inherited, (alone, beside, cache_pages)
+    opt.close()
 
 
 def flags_at(smaps: str, address: int) -> list[str] | None:

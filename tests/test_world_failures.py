@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_disk import Mounts
 from failing_run import CACHE, N_ROWS, Run, check_device_error
 from fault_backend import FaultBackend, install
 from parity_rig import check_moments
 
+import dsa.io.memory
+import dsa.io.rowlog
 from dsa import DiskSparseAdam
 from dsa.config import IOConfig
 from dsa.errors import CorruptError, DeviceError, FormatError, StateFileError
@@ -171,33 +178,76 @@ def test_a_stalled_device_is_an_error(tmp_path: Path, faults: list[FaultBackend]
     run.resume(tmp_path / "copy").close()
 
 
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mounts]:
+    mounts = Mounts(tmp_path)
+    yield mounts
+    mounts.end()
+
+
+@pytest.mark.filterwarnings("ignore:.*are free")
+def test_a_file_system_that_stands_still(mount: Mounts, tmp_path: Path) -> None:
+    """Writes that the system itself does not let go on, and which nobody can take back."""
+    place = mount("ext4", 8)
+    run = Run(place / "s")
+    run.opt.close()
+    quick = IOConfig(segment_bytes=8192, dirty_share=0.05, stall_timeout_s=0.2)
+    run.twins.opt = DiskSparseAdam(
+        list(run.twins.disk.items()), state_dir=run.path, lr=0.1, cache=CACHE, io=quick, existing="resume"
+    )
+    run.steps(20)
+    run.checkpoint()
+    with frozen(place):
+        error = run.until_failure()
+    check_device_error(error, errno.ETIMEDOUT, str(place))
+    assert "nothing answered" in str(error)
+    run.end()
+    shutil.copytree(run.path, tmp_path / "copy")
+    run.resume(tmp_path / "copy").close()
+
+
+@contextlib.contextmanager
+def frozen(place: Path) -> Iterator[None]:
+    """Nothing is written to the file system inside: writers wait in the system."""
+    try:
+        subprocess.run(["fsfreeze", "--freeze", str(place)], check=True, capture_output=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be frozen here: {error}")
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(place)], check=True)
+
+
 # Slowness.
 
 
-def test_on_a_slow_disk_queues_and_memory_plateau_and_nothing_fails(tmp_path: Path, faults: list[FaultBackend]) -> None:
+def test_on_a_slow_disk_queues_and_memory_plateau_and_nothing_fails(
+    tmp_path: Path, faults: list[FaultBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+
+    def allocate(nbytes: int, kind: Any) -> Any:
+        allocated.append(nbytes)
+        return dsa.io.memory.allocate(nbytes, kind)
+
+    monkeypatch.setattr(dsa.io.rowlog, "allocate", allocate)
     run = Run(tmp_path / "s")
     faults[0].write_delay_s = 0.02
-    pipeline = run.opt._books.engine._pipeline
-
-    def held() -> tuple[int, int, int]:
-        log = pipeline.log
-        buffers = sum(len(buffer) for some in (log._buffers, log._segment_buffers) for buffer in some._idle)
-        figures = run.opt.statistics()
-        return buffers, figures.dirty_frames, figures.window_batches
-
-    seen = []
+    most_dirty = most_batches = 0
     for _ in range(60):
         run.step()
-        seen.append(held())
+        figures = run.opt.statistics()
+        most_dirty = max(most_dirty, figures.dirty_frames)
+        most_batches = max(most_batches, figures.window_batches)
     run.checkpoint()
     run.twins.check()
-    frames = run.opt.statistics().frames
     assert faults[0].most_in_flight["write"] <= 4, "three segments and a cleaning at most"
-    assert max(dirty for _, dirty, _ in seen) <= frames
-    most = [max(buffers for buffers, _, _ in some) for some in (seen[:30], seen[30:])]
-    assert most[1] <= most[0] + 4 * 8192, "no buffer for every write"
-    assert max(batches for _, _, batches in seen) <= 1
+    assert most_dirty <= run.opt.statistics().frames
+    assert most_batches <= 1
     assert faults[0].calls["write"] > 30, "the disk did take part"
+    assert run.opt.statistics().wait_s > 0.02, "steps wait for it, and so slow down"
+    assert 0 < len(allocated) <= 12, "buffers are used again, and not made for every request"
     run.opt.close()
 
 
@@ -261,6 +311,17 @@ def test_a_truncated_log_is_an_exception_while_it_is_in_use(tmp_path: Path) -> N
         run.steps(200)
     assert log.name in str(caught.value)
     run.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_file_of_the_directory_is_mapped(tmp_path: Path) -> None:
+    """A mapped file that is cut short, or whose device fails, would be SIGBUS."""
+    run = Run(tmp_path / "s")
+    for _ in range(5):
+        run.steps(5)
+        run.checkpoint()
+        assert str(run.path) not in Path("/proc/self/maps").read_text()
+    run.opt.close()
 
 
 def test_a_directory_deleted_in_use_is_an_exception(tmp_path: Path) -> None:
