@@ -22,6 +22,7 @@ from dsa.io.reach import Reach
 from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
 
+_CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
 
@@ -130,6 +131,7 @@ class Bookkeeping:
                 held += 1
                 if held > self.reach.batches:
                     self.reach.used_up = True
+                    self.reach.cheap = all(arena.pinned <= _CHEAP_SHARE * arena.n_frames for arena in self.arenas)
                     return
                 if held > 1 and self.reach.sizes_itself and self._crowded(batch):
                     return

@@ -11,9 +11,10 @@ _SHARE = 0.03
 class Reach:
     """The number of batches held beyond the one being stepped.
 
-    Doubled when a step had to wait for its rows although there had been time to bring them in, had they been within
-    reach; one less after a run of steps without that. So it settles at about the time that a batch's reads take, in
-    steps, and stays short where the disk has no time to spare: a longer reach would only leave the cache less room.
+    Doubled when a step had to wait for its rows, and a longer reach may have saved that: because there had been time to
+    bring them in, or because more reads at once go faster and the frames they take are few. One less after a run of
+    steps without that. So it settles at about the time that a batch's reads take, in steps, and stays short where the
+    disk has no time to spare and the cache no room.
 
     Args:
         fixed: this many, always; None: sized by itself.
@@ -21,6 +22,7 @@ class Reach:
 
     def __init__(self, fixed: int | None) -> None:
         self.used_up = False  # since the last step a batch was left for later only because it is not within reach
+        self.cheap = False  # and what was held then was a small part of the cache
         self._fixed = fixed
         self._batches = 2
         self._calm = 0
@@ -49,11 +51,12 @@ class Reach:
             now - before for now, before in zip((now_s, waited_s, idle_s), self._seen, strict=True)
         )
         self._seen = now_s, waited_s, idle_s
-        used_up, self.used_up = self.used_up, False
+        used_up, cheap = self.used_up, self.cheap
+        self.used_up = self.cheap = False
         if not announced:
             return
         least_s = _SHARE * between_s
-        if used_up and waited_here_s > least_s and idle_here_s > least_s:
+        if used_up and waited_here_s > least_s and (cheap or idle_here_s > least_s):
             self._batches = min(2 * self._batches, MOST)
             self._calm = 0
         elif (calm := self._calm + 1) < _CALM_STEPS:

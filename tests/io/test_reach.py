@@ -14,13 +14,20 @@ class Steps:
         self.step(announced=False)  # the first one is measured against nothing
 
     def step(
-        self, count: int = 1, *, waited_s: float = 0, idle_s: float = 0, used_up: bool = True, announced: bool = True
+        self,
+        count: int = 1,
+        *,
+        waited_s: float = 0,
+        idle_s: float = 0,
+        used_up: bool = True,
+        cheap: bool = False,
+        announced: bool = True,
     ) -> int:
         for _ in range(count):
             self.now_s += 1
             self.waited_s += waited_s
             self.idle_s += idle_s
-            self.reach.used_up = used_up
+            self.reach.used_up, self.reach.cheap = used_up, cheap
             self.reach.stepped(self.now_s, waited_s=self.waited_s, idle_s=self.idle_s, announced=announced)
         return self.reach.batches
 
@@ -39,6 +46,13 @@ def test_it_does_not_grow_where_the_disk_had_no_time_to_spare_or_more_reach_woul
     assert Steps().step(20, waited_s=0.5, idle_s=0.5, used_up=False) == 2
     assert Steps().step(20, waited_s=0.5, idle_s=0.5, announced=False) == 2
     assert Steps().step(20, waited_s=0.02, idle_s=0.02) == 2
+
+
+def test_it_grows_where_the_disk_is_busy_as_long_as_that_takes_few_frames() -> None:
+    steps = Steps()
+    assert steps.step(2, waited_s=0.2, cheap=True) == 8
+    assert steps.step(2, cheap=True) == 8
+    assert Steps().step(20, waited_s=0.5, used_up=False, cheap=True) == 2
 
 
 def test_it_shrinks_to_one_where_it_is_longer_than_it_need_be() -> None:
