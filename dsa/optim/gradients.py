@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsa.errors import UsageError
 from dsa.optim import fused, workers
-from dsa.optim.native import address_of, at_address, carray
+from dsa.optim.native import address_of_own, at_address, carray
 
 # The cells of the region that finds runs: rows as they are ordered, their count, and what it is to find.
 _ORDERED, _COUNT, _STARTS, _ROWS, _FOUND, _CELLS = range(6)
@@ -92,7 +92,7 @@ def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | No
     if grad.device.type == "cuda":
         return _by_coalescing(param, grad, maximize)
     indices, values = grad._indices()[0], grad._values()
-    count, width = len(indices), math.prod(param.shape[1:])
+    count, width = indices.shape[0], math.prod(param.shape[1:])
     if count == 0 or width == 0:
         return SparseGradient(indices.new_empty(0), values.new_empty(0, width))
     if grad.is_coalesced() and _ascending(indices):
@@ -159,13 +159,15 @@ def warm_up(dtype: torch.dtype) -> None:
 def _sums(values: Tensor, runs: Runs) -> Tensor:
     """The sum of each run, [k, width], with the bits of torch's coalesce()."""
     count, width = len(runs.begins), values.shape[1]
-    begins, ends = np.ascontiguousarray(runs.begins), np.ascontiguousarray(runs.ends)
     sums = values.new_empty(count, width)
+    if count == 0:
+        return sums
+    begins, ends = np.ascontiguousarray(runs.begins), np.ascontiguousarray(runs.ends)
     cells = np.zeros(fused.CELLS, np.int64)
     cells[fused.COUNT], cells[fused.PART_ROWS], cells[fused.WIDTH] = count, fused.part_rows(width), width
-    cells[fused.VALUES], cells[fused.ORDER] = values.data_ptr(), address_of(runs.order)
-    cells[fused.BEGINS], cells[fused.ENDS], cells[fused.NEGATE] = address_of(begins), address_of(ends), runs.negate
-    cells[fused.ROOTS] = sums.data_ptr()
+    cells[fused.VALUES], cells[fused.ORDER] = values.data_ptr(), address_of_own(runs.order)
+    cells[fused.BEGINS], cells[fused.ENDS] = address_of_own(begins), address_of_own(ends)
+    cells[fused.NEGATE], cells[fused.ROOTS] = runs.negate, sums.data_ptr()
     summing = fused.sums_region(np.float64 if values.dtype == torch.float64 else np.float32)
     workers.run(summing, cells, count * width)
     return sums
@@ -173,11 +175,11 @@ def _sums(values: Tensor, runs: Runs) -> Tensor:
 
 def _runs(ordered: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The distinct rows, and where each one's run starts, with the end of the last one after them."""
-    count = len(ordered)
+    count = ordered.shape[0]
     room = np.empty(2 * count + 1, np.int64)
-    start = address_of(room)
+    start = address_of_own(room)
     cells = np.array([ordered.data_ptr(), count, start + 8 * count, start, 0], np.int64)
-    _runs_region().call(address_of(cells))
+    _runs_region().call(address_of_own(cells))
     found = int(cells[_FOUND])
     return room[:found], room[count : count + found + 1]
 
@@ -206,7 +208,7 @@ def _ascending(indices: Tensor) -> bool:
 
 
 def _check_range(name: str, param: Tensor, least: int, most: int) -> None:
-    if least < 0 or most >= len(param):
+    if least < 0 or most >= param.shape[0]:
         raise UsageError(
             f"the gradient of {name} has rows {least} to {most}, the parameter has {len(param)}: "
             f"the tensor was built by hand; torch.sparse.check_sparse_tensor_invariants finds where"

@@ -16,7 +16,7 @@ from torch import Tensor
 from dsa.errors import ConfigError
 from dsa.optim import fused, roots, workers
 from dsa.optim.gradients import SparseGradient
-from dsa.optim.native import address_of
+from dsa.optim.native import address_of, address_of_own
 
 SCRATCH_BYTES = 16 << 20  # for the roots that torch takes, or for gathered weights
 _HALVES = (torch.bfloat16, torch.float16)
@@ -199,7 +199,7 @@ def _update_fused(
     *,
     exact: bool,
 ) -> None:
-    count, width = len(gradient.rows), gradient.values.shape[1]
+    count, width = gradient.rows.shape[0], gradient.values.shape[1]
     if count * width == 0:
         return
     weights = param.detach()
@@ -251,17 +251,17 @@ def _update_rows(
         values, runs = gradient.dense().values.to(torch.float64 if real is np.float64 else torch.float32), None
     frames = np.ascontiguousarray(frames, np.int32)
     rows, values = rows.contiguous(), values.contiguous()
-    count, width = len(rows), values.shape[1]
+    count, width = rows.shape[0], values.shape[1]
     factors = np.array([1 - hyper.beta1, 1 - hyper.beta2, hyper.eps, -hyper.step_size])
     cells = np.zeros(fused.CELLS, np.int64)
     cells[fused.COUNT], cells[fused.WIDTH], cells[fused.PART_ROWS] = count, width, fused.part_rows(width)
-    cells[fused.FACTORS] = address_of(factors)
+    cells[fused.FACTORS] = address_of_own(factors)
     cells[fused.MOMENTS], cells[fused.STRIDE] = address_of(moments), moments.strides[0] // moments.itemsize
     cells[fused.FRAMES], cells[fused.ROWS], cells[fused.VALUES] = address_of(frames), rows.data_ptr(), values.data_ptr()
     if runs is not None:
         begins, ends = np.ascontiguousarray(runs.begins), np.ascontiguousarray(runs.ends)
-        cells[fused.ORDER], cells[fused.NEGATE] = address_of(runs.order), runs.negate
-        cells[fused.BEGINS], cells[fused.ENDS] = address_of(begins), address_of(ends)
+        cells[fused.ORDER], cells[fused.NEGATE] = address_of_own(runs.order), runs.negate
+        cells[fused.BEGINS], cells[fused.ENDS] = address_of_own(begins), address_of_own(ends)
     cells[fused.WEIGHTS] = weights.data_ptr()
     cells[fused.ROW_STRIDE] = weights.stride(0)
     cells[fused.COLUMN_STRIDE] = weights.stride(1) if width > 1 else 1

@@ -27,6 +27,8 @@ from numba import types
 from numba.core.errors import NumbaWarning
 from numpy.typing import NDArray
 
+from dsa.optim.native import address_of_own
+
 PART_ELEMENTS = 1 << 13  # numbers in one claimed part of the rows
 PARALLEL_ELEMENTS = 1 << 16  # fewer than these do not pay for a second core
 
@@ -74,7 +76,7 @@ def run(loop: Region, cells: NDArray[Any], elements: int) -> None:
         elements: how many numbers there are to work on.
     """
     workers = threads_for(elements)
-    address: int = cells.__array_interface__["data"][0]
+    address = address_of_own(cells)
     if workers == 1:
         loop.call(address)
     else:
