@@ -11,7 +11,7 @@ import torch
 from parity_rig import Twins, overlapping_batches, parameters, random_gradient
 from torch import Tensor
 
-import dsa.io.engine
+import dsa.io.stepping
 from dsa.io.late_device import LateDevice
 from dsa.io.staging import Staging
 from dsa.io.staging_buffer import State
@@ -31,7 +31,7 @@ class Staged:
         self, path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, device: LateDevice | None = None, **options: Any
     ) -> None:
         self.device = device or LateDevice(seed)
-        monkeypatch.setattr(dsa.io.engine, "open_device", lambda wanted: self.device)
+        monkeypatch.setattr(dsa.io.stepping, "open_device", lambda wanted: self.device)
         shapes = {"w": (N_ROWS, WIDTH), "pair": (N_ROWS // 2, WIDTH)}
         options = {"cache": "auto", "staging": "on", **options}
         self.twins = Twins(parameters(shapes, seed=seed), path / "state", {"lr": 0.01}, **options)

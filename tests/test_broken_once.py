@@ -177,7 +177,7 @@ def test_a_step_after_an_interrupted_checkpoint_is_not_in_its_generation(
         assert stepping.is_alive()
         go_on.set()
         stepping.join()
-        manifest = optimizer._books.engine._manifest()
+        manifest = optimizer._books.engine._state._manifest()
         assert [(g.number, g.tables[0].step) for g in manifest.generations if g.number] == [(1, 1)]
         assert optimizer.checkpoint() == 2
 

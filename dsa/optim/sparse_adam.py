@@ -126,7 +126,7 @@ class DiskSparseAdam(Optimizer):
         self._books.place_tables()
         self._books.compile_s = compile_s
         self._books.unchecked_weights = existing == "resume"
-        engine.stage = _stage
+        engine.trace_with(_stage)
         self._refresh_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
