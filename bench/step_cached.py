@@ -27,7 +27,7 @@ def rounds(scale: Scale, distribution: str, ram: InRam, exact: OnDisk, fast: OnD
     """
     rows, blocks = len(ram.work.tables[0][1]), scale.cached_blocks
     draws, uniform = Draws(rows, distribution, seed=1), Draws(rows, "uniform", seed=2)
-    prime = math.ceil(exact.dirty_share * rows / min(PRIME_DRAWS, rows)) + 1
+    prime = math.ceil(-math.log(1 - exact.dirty_share) * rows / min(PRIME_DRAWS, rows)) + 1
     found = [StepCase(CACHED, 8 * WIDTH, {}, rows, WIDTH, rows, size, distribution, steps=0) for size, _ in blocks]
     for number in range(scale.rounds):
         lead = [uniform.batch(PRIME_DRAWS) for _ in range(prime)]

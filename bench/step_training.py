@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from bench.step_workload import Batch, distinct_rows
 from dsa import DiskSparseAdam, IOConfig
+from dsa.io.bookkeeping import DIRTY_SHARE, ROOMY_DIRTY_SHARE
 from dsa.io.cache import FRAME_OVERHEAD_BYTES
 from dsa.io.layout import RecordLayout
 from dsa.io.statistics import Statistics
@@ -202,7 +203,7 @@ class OnDisk:
             kernel=kernel,
             io=config,
         )
-        self.dirty_share = config.dirty_share
+        self.dirty_share = ROOMY_DIRTY_SHARE if cache * used >= 1 else DIRTY_SHARE
         self._ahead: Iterator[Batch] = iter(())
 
     @property

@@ -49,7 +49,8 @@ class IOConfig:
             announcements are forgotten, youngest first. A row known costs 16 bytes.
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
             as few as hide the reads, in at most half the cache.
-        dirty_share: write-behind starts when dirty frames are more than this share of the cache.
+        dirty_share: write-behind starts when dirty frames are more than this share of the cache; None: a quarter, since
+            a dirty frame cannot be given up, or nine tenths where there is a frame for every row and none ever is.
         grow_tables: a parameter may have more rows than its table on disk: those that were added begin with zero
             moments. Otherwise that is refused.
         uvloop: run the event loop on uvloop where it is installed.
@@ -71,7 +72,7 @@ class IOConfig:
     known_batches: int = 256
     known_rows: int = 1 << 20
     held_batches: int | None = None
-    dirty_share: float = 0.25
+    dirty_share: float | None = None
     grow_tables: bool = False
     uvloop: bool = True
     stall_timeout_s: float = 60.0

@@ -77,6 +77,29 @@ def test_an_export_to_a_full_disk(mount: Mounts, state: Path, kind: str, name: s
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize(("mib", "what"), [(None, "taking room|making"), (4, "taking room"), (8, "write")])
+def test_export_state_dict_to_a_full_disk(mount: Mounts, state: Path, kind: str, mib: int | None, what: str) -> None:
+    """Training goes on, and the next export is whole."""
+    place = mount(kind, mib or 4)
+    if mib is None:
+        fill(place)
+    before = sorted(place.iterdir())
+    param = nn.Parameter(torch.zeros(N_ROWS, WIDTH))
+    with DiskSparseAdam([("w", param)], state_dir=place.parent / "adam") as opt:
+        rows = torch.arange(0, N_ROWS, 50)
+        param.grad = torch.sparse_coo_tensor(rows[None], torch.ones(len(rows), WIDTH), param.shape)
+        opt.step()
+        with pytest.raises(DeviceError, match=f"({what}).* failed") as caught:
+            opt.export_state_dict(place / "x.pt")
+        assert caught.value.errno == errno.ENOSPC
+        assert str(place) in str(caught.value.filename)
+        assert sorted(place.iterdir()) == before
+        opt.step()
+        opt.export_state_dict(place.parent / "x.pt")
+    assert torch.load(place.parent / "x.pt", weights_only=True)["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_a_copy_to_a_full_disk(mount: Mounts, state: Path, tmp_path: Path, kind: str) -> None:
     place = mount(kind, 4)
     ballast = fill(place)

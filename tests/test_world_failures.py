@@ -22,7 +22,7 @@ import dsa.io.memory
 import dsa.io.rowlog
 from dsa import DiskSparseAdam
 from dsa.config import IOConfig
-from dsa.errors import CorruptError, DeviceError, FormatError, StateFileError
+from dsa.errors import CorruptError, DeviceError, DsaError, FormatError, StateFileError
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -79,6 +79,36 @@ def test_a_failing_request_is_raised_and_the_last_generation_stays(
         assert newest in opt.generations() or kind == "remove"
         opt.close()
         return
+    run.resume().close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [("write_whole", "manifest.json.tmp"), ("sync_directory", ""), ("punch", ".log")]
+)
+def test_a_release_that_fails_is_final_too(tmp_path: Path, faults: list[FaultBackend], kind: str, path: str) -> None:
+    run = Run(tmp_path / "s", keep_generations=None)
+    for _ in range(4):
+        run.steps(8)
+        run.checkpoint()
+    with pytest.raises(DsaError, match="99"):
+        run.opt.release(99)
+    run.steps(1)  # a wrong number did no harm
+    run.checkpoint()
+    faults[0].fail(kind, errno.EIO, path)
+
+    def release_all() -> None:
+        for number in run.opt.generations()[:-1]:
+            run.opt.release(number)
+
+    with pytest.raises(DeviceError) as caught:
+        release_all()
+    assert caught.value.errno == errno.EIO
+    for call in (run.step, run.opt.checkpoint, run.opt.state_dict):
+        with pytest.raises(DeviceError) as again:
+            call()
+        assert again.value.errno == errno.EIO
+    run.end()
+    faults[0].heal()
     run.resume().close()
 
 

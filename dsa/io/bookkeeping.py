@@ -23,6 +23,9 @@ from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
 
 _CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
+DIRTY_SHARE, ROOMY_DIRTY_SHARE = 0.25, 0.9
+"""Of an arena's frames: more dirty ones are written, unless the user says otherwise; where every row has a frame and
+none is ever given up, the longer a row waits for its write the more updates that write saves."""
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
 
@@ -345,7 +348,7 @@ class Bookkeeping:
 
     # Who has something to do.
 
-    def roused(self, dirty_share: float) -> tuple[bool, bool]:
+    def roused(self, dirty_share: float | None) -> tuple[bool, bool]:
         """Whether bringing, and whether writing, would find something now that had found nothing when last asked.
 
         Each says yes once; whoever asks sees to it that `next_fill` or `next_write` is called.
@@ -363,22 +366,24 @@ class Bookkeeping:
             return False
         return any(piece.unframed for batch in self._within_reach() for piece in batch.pieces)
 
-    def _may_write(self, dirty_share: float) -> bool:
+    def _may_write(self, dirty_share: float | None) -> bool:
         return not self.frozen and any(self._writes_due(arena, dirty_share) for arena in self.arenas)
 
-    def _writes_due(self, arena: Arena, dirty_share: float) -> bool:
+    def _writes_due(self, arena: Arena, dirty_share: float | None) -> bool:
+        if dirty_share is None:
+            dirty_share = ROOMY_DIRTY_SHARE if arena.roomy else DIRTY_SHARE
         return self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames
 
     # Writing behind.
 
-    def next_write(self, dirty_share: float, *, idle: bool = False) -> WriteJob | None:
+    def next_write(self, dirty_share: float | None, *, idle: bool = False) -> WriteJob | None:
         """A segment's worth of dirty frames, if it is time to write: a share of the cache is dirty, frames are wanted,
         or a checkpoint drains them all; where all is `idle`, any whole segment."""
         job = self._next_write(dirty_share, idle)
         self.writing_rests = job is None
         return job
 
-    def _next_write(self, dirty_share: float, idle: bool) -> WriteJob | None:
+    def _next_write(self, dirty_share: float | None, idle: bool) -> WriteJob | None:
         if self.frozen:
             return None
         for table in sorted(self.tables, key=_segments_due, reverse=True):

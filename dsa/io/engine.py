@@ -266,7 +266,7 @@ class Engine:
         """Give a generation up."""
         with self._public:
             self.check_open()
-            self._pipeline.run(self._pipeline.release(number))
+            self._state.release(number)
 
     def load(self, number: int) -> None:
         """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""

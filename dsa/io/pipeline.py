@@ -136,6 +136,9 @@ class Pipeline:
         A task that is woken for nothing costs the training thread as much time as it takes, for it holds the GIL.
         """
         self._writebehind.calls += 1
+        self._rouse_locked(books)
+
+    def _rouse_locked(self, books: Bookkeeping) -> None:
         bring, write = books.roused(self.config.dirty_share)
         if bring:
             self.loop.call_soon(self._prefetch.wanted.set)
@@ -152,9 +155,7 @@ class Pipeline:
     def _settled(self) -> None:
         # Called under the lock, by whoever has brought or written something.
         self.access.condition.notify_all()
-        self.loop.call_soon(self._wake)
-        for staging in self.stagings:
-            staging.wake()
+        self._rouse_locked(self.books)
 
     # Staging.
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dsa.errors import MismatchError, StateExistsError, UsageError
+from dsa.errors import DsaError, MismatchError, StateExistsError, UsageError
 from dsa.io.disk_space import warn_of_place
 from dsa.io.manifest import Manifest, TableEntry
 from dsa.io.pipeline import Pipeline
@@ -238,17 +238,31 @@ class State:
             if counted:
                 generations.hand_out(generations.current)
             if settle:
-                pipeline.run(generations.settle())
+                with self._final():
+                    pipeline.run(generations.settle())
             return generations.current
-        try:
+        with self._final():
             for staging in pipeline.stagings:
                 staging.drain()
             number = pipeline.run(pipeline.checkpoint(self._entries, fingerprints, counted))
-        except Exception as error:
-            pipeline.latch(error)
-            raise
         self.uncommitted(0)
         return number
+
+    def release(self, number: int) -> None:
+        """Give a generation up."""
+        with self._final(MismatchError, UsageError):  # a number that cannot be given up: nothing was done
+            self._pipeline.run(self._pipeline.release(number))
+
+    @contextmanager
+    def _final(self, *harmless: type[DsaError]) -> Iterator[None]:
+        """A failure inside is what every later call raises (rule 10), unless it is a harmless one."""
+        try:
+            yield
+        except harmless:
+            raise
+        except Exception as error:
+            self._pipeline.latch(error)
+            raise
 
     def load(self, number: int) -> None:
         """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""

@@ -22,7 +22,9 @@ class WriteBehind:
     `turn` is held by whoever writes: the task itself, or a checkpoint, which must not be overtaken.
     """
 
-    def __init__(self, access: Access, log: RowLog, dirty_share: float, latch: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, access: Access, log: RowLog, dirty_share: float | None, latch: Callable[[BaseException], None]
+    ) -> None:
         self.wanted = asyncio.Event()
         self.turn = asyncio.Lock()
         self.calls = 0  # of the training side: steps and announcements

@@ -13,8 +13,11 @@ from dsa.io.engine import Engine
 from dsa.io.window import Kind
 from dsa.optim.fingerprint import fingerprint
 from dsa.optim.placement import device_of_update
-from dsa.optim.row_sets import Key, Rows, Table, TableDirectory, resolve
+from dsa.optim.row_sets import Key, Rows, Table, TableDirectory, resolve_sorted
+from dsa.optim.sorting import Sorted
 
+MOST_LOOK_UPS = 1 << 19
+"""In all batches that wait for their turn: of so many the order is kept, 16 bytes each; others are sorted again."""
 _JUDGED_STEPS = 10
 _LEAST_SHARE = 0.9
 
@@ -103,16 +106,25 @@ class Announcer:
 
     def __init__(self, engine: Engine, tables: TableDirectory) -> None:
         self.tables = tables
+        self.handed_out: dict[int, Sorted] = {}  # the look-ups of the batch handed out last, by table
+        self._sorted: dict[int, tuple[int, dict[int, Sorted]]] = {}  # by ticket, with their number
         self._engine = engine
 
     def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
         self._engine.check_open()
-        return self._engine.announce(Kind.AHEAD, resolve(rows, self.tables))
+        found = resolve_sorted(rows, self.tables)
+        ticket = self._engine.announce(Kind.AHEAD, {number: batch.rows for number, batch in found.items()})
+        look_ups = sum(len(batch.order) for batch in found.values())
+        if ticket and look_ups + sum(kept for kept, _ in list(self._sorted.values())) <= MOST_LOOK_UPS:
+            self._sorted[ticket] = look_ups, found
+        return ticket
 
     def hand_out(self, ticket: int) -> None:
+        _, self.handed_out = self._sorted.pop(ticket, (0, {}))
         self._engine.hand_out(ticket)
 
     def end(self, ticket: int) -> None:
+        self._sorted.pop(ticket, None)  # one instruction: this may come out of a garbage collection
         self._engine.end(ticket)
 
     def announce_hook(self, table: int, rows: NDArray[np.int64]) -> None:

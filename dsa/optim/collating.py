@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dsa.errors import ConfigError
+from dsa.optim.sorting import Sorted, sort
 
 
 @dataclass
 class BatchWithRows:
-    """A batch and the rows it looks up: parameter name -> int64, sorted, unique."""
+    """A batch and its look-ups, sorted, by parameter name."""
 
     batch: Any
-    rows: dict[str, NDArray[np.int64]]
+    rows: dict[str, Sorted]
 
     def pin_memory(self) -> BatchWithRows:
         """What DataLoader(pin_memory=True) calls: pins the batch; rows stay where they are."""
@@ -45,7 +45,7 @@ class _Collate:
             array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
             if array.size and array.dtype.kind not in "iu":
                 raise ConfigError(f"rows of {name!r} must be integers, got {array.dtype}")
-            found[name] = np.unique(array).astype(np.int64)
+            found[name] = sort(torch.from_numpy(array.astype(np.int64).reshape(-1)))
         return BatchWithRows(batch, found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +13,8 @@ from torch import Tensor
 
 from dsa.errors import UsageError
 from dsa.optim import fused, workers
-from dsa.optim.native import address_of_own, at_address, carray
-
-# The cells of the region that finds runs: rows as they are ordered, their count, and what it is to find.
-_ORDERED, _COUNT, _STARTS, _ROWS, _FOUND, _CELLS = range(6)
-_ANY = 1 << 48  # arrays over bare addresses have no length of their own
+from dsa.optim.native import address_of_own
+from dsa.optim.sorting import Sorted, sort
 
 
 @dataclass(frozen=True)
@@ -69,13 +65,14 @@ class SparseGradient:
         return self if self.runs is None else SparseGradient(self.rows, _sums(self.values, self.runs))
 
 
-def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | None:
+def unique_rows(name: str, param: Tensor, maximize: bool, announced: Sorted | None = None) -> SparseGradient | None:
     """The gradient of `param` by rows, duplicates summed to the bits that torch's own `coalesce()` gives.
 
     Args:
         name: what messages call the parameter.
         param: any dense parameter; its `.grad` is not changed.
         maximize: negate the gradient, before duplicates are summed.
+        announced: the look-ups that were announced, sorted; of use where the gradient has the same ones.
 
     Returns:
         None where there is no gradient; no rows where the gradient is empty.
@@ -99,14 +96,13 @@ def unique_rows(name: str, param: Tensor, maximize: bool) -> SparseGradient | No
         sums = -values if maximize else values
         _check_range(name, param, int(indices[0]), int(indices[-1]))
         return SparseGradient(indices.contiguous(), sums.reshape(count, width).contiguous())
-    # Torch's own sort: below 2**15 rows it is not stable on every processor, and sums of three depend on their order.
-    ordered, order = indices.sort(0)
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        rows, starts = _runs(ordered)
-        _check_range(name, param, int(rows[0]), int(rows[-1]))
-        runs = Runs(order.numpy(), starts[:-1], starts[1:], maximize)
-        return SparseGradient(torch.from_numpy(rows), values.reshape(count, width).contiguous(), runs)
-    _check_range(name, param, int(ordered[0]), int(ordered[-1]))
+        indices = indices.contiguous()
+        found = announced if announced is not None and announced.is_of(indices) else sort(indices)
+        _check_range(name, param, int(found.rows[0]), int(found.rows[-1]))
+        runs = Runs(found.order, found.starts[:-1], found.starts[1:], maximize)
+        return SparseGradient(torch.from_numpy(found.rows), values.reshape(count, width).contiguous(), runs)
+    _check_range(name, param, int(indices.min()), int(indices.max()))
     grad._coalesced_(False)  # of this detached alias only: it may say so falsely
     whole = (-grad if maximize else grad).coalesce()
     return SparseGradient(whole.indices()[0].contiguous(), whole.values().reshape(-1, width).contiguous())
@@ -151,9 +147,10 @@ def rows_on_host(
 def warm_up(dtype: torch.dtype) -> None:
     """Compile, or load from the cache, all that `unique_rows` and its sums need for parameters of `dtype`."""
     if dtype in (torch.float32, torch.float64):
-        rows, starts = _runs(torch.zeros(2, dtype=torch.int64))
-        runs = Runs(np.arange(2), starts[:-1], starts[1:], False)
-        SparseGradient(torch.from_numpy(rows), torch.ones(2, 1, dtype=dtype), runs).dense()
+        found = sort(torch.zeros(2, dtype=torch.int64))
+        found.is_of(torch.zeros(2, dtype=torch.int64))
+        runs = Runs(found.order, found.starts[:-1], found.starts[1:], False)
+        SparseGradient(torch.from_numpy(found.rows), torch.ones(2, 1, dtype=dtype), runs).dense()
 
 
 def _sums(values: Tensor, runs: Runs) -> Tensor:
@@ -171,36 +168,6 @@ def _sums(values: Tensor, runs: Runs) -> Tensor:
     summing = fused.sums_region(np.float64 if values.dtype == torch.float64 else np.float32)
     workers.run(summing, cells, count * width)
     return sums
-
-
-def _runs(ordered: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct rows, and where each one's run starts, with the end of the last one after them."""
-    count = ordered.shape[0]
-    room = np.empty(2 * count + 1, np.int64)
-    start = address_of_own(room)
-    cells = np.array([ordered.data_ptr(), count, start + 8 * count, start, 0], np.int64)
-    _runs_region().call(address_of_own(cells))
-    found = int(cells[_FOUND])
-    return room[:found], room[count : count + found + 1]
-
-
-@functools.cache
-def _runs_region() -> workers.Region:
-    def find_runs(address: int) -> None:
-        cells = carray(at_address(address), _CELLS, np.int64)
-        count = cells[_COUNT]
-        ordered = carray(at_address(cells[_ORDERED]), _ANY, np.int64)
-        starts = carray(at_address(cells[_STARTS]), _ANY, np.int64)
-        rows = carray(at_address(cells[_ROWS]), _ANY, np.int64)
-        found = 0
-        for i in range(count):
-            if i == 0 or ordered[i] != ordered[i - 1]:
-                starts[found], rows[found] = i, ordered[i]
-                found += 1
-        starts[found] = count
-        cells[_FOUND] = found
-
-    return workers.region(find_runs)
 
 
 def _ascending(indices: Tensor) -> bool:

@@ -165,7 +165,7 @@ class Lookahead(Generic[Batch]):
             except StopIteration:
                 return None
             state = self._loader_state()
-            rows: Mapping[Any, Rows]
+            rows: Mapping[Any, Any]
             if isinstance(batch, BatchWithRows):
                 rows, batch = batch.rows, batch.batch
             if self._rows is not None:

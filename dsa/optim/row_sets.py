@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dsa.errors import ConfigError, UsageError
+from dsa.optim.sorting import Sorted, sort
 
 Key: TypeAlias = "nn.Module | torch.Tensor | str"
 Rows: TypeAlias = "torch.Tensor | NDArray[Any] | Sequence[Any] | int"
@@ -109,6 +110,32 @@ def resolve(announcement: Mapping[Key, Rows], tables: TableDirectory) -> RowSets
         ConfigError: not a mapping, an unknown name, rows that are no integers, a row out of range.
         UsageError: a module or parameter that does not mean exactly one table.
     """
+    return {number: sorted_unique(rows) for number, rows in united(announcement, tables).items()}
+
+
+def resolve_sorted(
+    announcement: Mapping[Key, Rows] | Mapping[str, Sorted], tables: TableDirectory
+) -> dict[int, Sorted]:
+    """As `resolve`, with the order of the look-ups besides; what a loader's worker has sorted is only checked.
+
+    Raises:
+        ConfigError, UsageError: as `resolve`.
+    """
+    found: dict[int, Sorted] = {}
+    given: dict[Key, Rows] = {}
+    for key, rows in announcement.items() if isinstance(announcement, Mapping) else ():
+        if isinstance(rows, Sorted):
+            table = tables.find(key)
+            _checked(rows.rows, table)
+            found[table.number] = rows
+        else:
+            given[key] = rows
+    looked_up = united(given if isinstance(announcement, Mapping) else announcement, tables)
+    return found | {number: sort(_as_tensor(rows)) for number, rows in looked_up.items()}
+
+
+def united(announcement: Mapping[Key, Rows], tables: TableDirectory) -> RowSets:
+    """The rows announced, by table number, as they come: checked int64 [n], not always in memory of their own."""
     if not isinstance(announcement, Mapping):
         raise ConfigError(
             "an announcement is a dict from module, parameter or name to rows, such as {model.node_emb: ids}, "
@@ -118,10 +145,7 @@ def resolve(announcement: Mapping[Key, Rows], tables: TableDirectory) -> RowSets
     for key, rows in announcement.items():
         table = tables.find(key)
         pieces.setdefault(table.number, []).append(_checked(rows, table))
-    return {
-        number: sorted_unique(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        for number, parts in pieces.items()
-    }
+    return {number: parts[0] if len(parts) == 1 else np.concatenate(parts) for number, parts in pieces.items()}
 
 
 def sorted_unique(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -137,6 +161,11 @@ def sorted_unique(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     first_of_its_kind[0] = True
     np.not_equal(ordered[1:], ordered[:-1], out=first_of_its_kind[1:])
     return ordered[first_of_its_kind]
+
+
+def _as_tensor(rows: NDArray[np.int64]) -> torch.Tensor:
+    whole = np.ascontiguousarray(rows)
+    return torch.from_numpy(whole if whole.flags.writeable else whole.copy())
 
 
 def _checked(rows: Rows, table: Table) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsa.errors import ConfigError, MismatchError, UsageError
 from dsa.io.engine import Engine
+from dsa.io.whole_file import WholeFile
 from dsa.optim.parameters import check_unchanged
 from dsa.optim.row_sets import Table, TableDirectory
 
@@ -228,8 +229,11 @@ def export_to(engine: Engine, tables: TableDirectory, groups: list[Any], path: P
             count = int(np.prod(shape, dtype=np.int64))
             if count == 0:
                 return torch.zeros(shape, dtype=dtype)
-            return torch.from_file(f"{folder}/{made}", shared=True, size=count, dtype=dtype).view(shape)
+            with WholeFile(Path(folder) / str(made)) as file:
+                file.reserve(count * dtype.itemsize)  # mapped and without room it would be SIGBUS
+            return torch.from_file(str(file.path), shared=True, size=count, dtype=dtype).view(shape)
 
-        part = Path(folder) / "state"
-        torch.save(_export(engine, tables, groups, make), part)
-        part.replace(path)
+        state_dict = _export(engine, tables, groups, make)
+        with WholeFile(Path(folder) / "state") as whole:
+            torch.save(state_dict, cast("IO[bytes]", whole))
+        whole.path.replace(path)

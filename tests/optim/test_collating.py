@@ -48,7 +48,7 @@ def test_the_loop_gets_plain_batches_and_their_rows_are_announced(tmp_path: Path
 
 def test_rows_are_sorted_and_unique() -> None:
     made = collate_with_rows(default_collate, rows_of)([torch.tensor([5, 1]), torch.tensor([1, 9])])
-    assert made.rows["weight"].tolist() == [1, 5, 9]
+    assert made.rows["weight"].rows.tolist() == [1, 5, 9]
     assert made.batch.tolist() == [[5, 1], [1, 9]]
 
 

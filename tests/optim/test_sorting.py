@@ -1,0 +1,71 @@
+"""Look-ups sorted when they are announced: of use for those very ones only, and then with torch's own order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from dsa import collate_with_rows
+from dsa.optim.sorting import sort
+
+
+def a_list_of_rows(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"weight": batch}
+
+
+@given(st.lists(st.integers(0, 20), max_size=60))
+def test_rows_runs_and_order_are_those_of_torch(rows: list[int]) -> None:
+    looked_up = torch.tensor(rows, dtype=torch.int64)
+    found = sort(looked_up)
+    assert found.rows.tolist() == sorted(set(rows))
+    assert np.array_equal(found.order, looked_up.sort(0).indices.numpy())
+    lengths = np.diff(found.starts)
+    assert np.array_equal(np.repeat(found.rows, lengths), looked_up.sort(0).values.numpy())
+    assert found.is_of(looked_up.clone())
+
+
+@given(st.lists(st.integers(0, 4), max_size=8), st.lists(st.integers(0, 4), max_size=8))
+def test_it_is_of_the_same_look_ups_at_the_same_places_only(one: list[int], other: list[int]) -> None:
+    found = sort(torch.tensor(one, dtype=torch.int64))
+    assert found.is_of(torch.tensor(other, dtype=torch.int64)) == (one == other)
+
+
+@pytest.mark.parametrize("change", ["another row", "two exchanged", "one more often", "one fewer"])
+def test_a_large_batch_with_one_difference_is_another(change: str) -> None:
+    looked_up = torch.randint(0, 500, (5000,), generator=torch.Generator().manual_seed(1))
+    found = sort(looked_up)
+    other = looked_up.clone()
+    if change == "another row":
+        other[77] = 501
+    elif change == "two exchanged":
+        other[0], other[1] = looked_up[1], looked_up[0]
+        assert other[0] != other[1]
+    elif change == "one more often":
+        other[5] = other[6] = looked_up[7]
+    else:
+        other = other[:-1].contiguous()
+    assert found.is_of(looked_up)
+    assert not found.is_of(other)
+
+
+def test_a_workers_order_is_the_training_processs_own() -> None:
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randint(0, 50, (3000,), generator=generator) for _ in range(4)]
+    loader = DataLoader(
+        batches,  # type: ignore[arg-type]
+        batch_size=1,
+        num_workers=2,
+        collate_fn=collate_with_rows(_only, a_list_of_rows),
+    )
+    for batch, made in zip(batches, loader, strict=True):
+        here = sort(batch)
+        for name in ("rows", "order", "starts"):
+            assert np.array_equal(getattr(made.rows["weight"], name), getattr(here, name))
+
+
+def _only(samples: list[torch.Tensor]) -> torch.Tensor:
+    return samples[0]
