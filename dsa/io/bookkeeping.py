@@ -52,6 +52,7 @@ class Bookkeeping:
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
     bringing_rests: bool = False  # next_fill found nothing to begin, and nobody has been told of anything since
     writing_rests: bool = False  # likewise next_write
+    _retiring: list[tuple[Table, int, Rows]] = field(default_factory=list)  # batches that have ended, by table
     _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
     _writing: int = 0
     _cleaning: int = 0
@@ -61,6 +62,7 @@ class Bookkeeping:
 
     def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows]) -> Batch:
         """Put a batch into the window; its rows are sorted, unique and in range."""
+        self._retire()
         batch = self.window.new(kind, rows_by_table)
         self.window.add(batch)
         for piece in batch.pieces:
@@ -85,13 +87,18 @@ class Bookkeeping:
             self._let_go(batch)
 
     def _let_go(self, batch: Batch) -> None:
-        """Take the batch's pins off and its next use out of the policy."""
+        """Take the batch's pins off; its next use leaves the policy before that is asked for anything."""
         for piece in batch.pieces:
-            table = self.tables[piece.table]
             self._unpin(piece)
             if batch.kind is not Kind.STEP:
-                frames = table.arena.frame_of[table.arena_table][piece.rows]
-                table.arena.policy.ended(table.arena_table, batch.sequence, frames)
+                self._retiring.append((self.tables[piece.table], batch.sequence, piece.rows))
+
+    def _retire(self) -> None:
+        """Tell the policy of batches that have ended: not in the step that ends them, which would wait for it."""
+        for table, sequence, rows in self._retiring:
+            frames = table.arena.frame_of[table.arena_table][rows]
+            table.arena.policy.ended(table.arena_table, sequence, frames)
+        self._retiring.clear()
 
     def _unpin(self, piece: Piece) -> None:
         if piece.held:
@@ -172,6 +179,7 @@ class Bookkeeping:
         piece.unframed = missing
         if not missing:
             return
+        self._retire()
         taken = arena.take(table.arena_table, piece.rows, piece.frames, missing)
         piece.unframed -= len(taken)
         if not len(taken):
@@ -391,6 +399,7 @@ class Bookkeeping:
             if arena.dirty[table.arena_table] == 0:
                 return None
             due = self._writes_due(arena, dirty_share)
+            self._retire()
             left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
             if not due and not (idle and left >= table.layout.slots):
                 continue
@@ -477,6 +486,7 @@ class Bookkeeping:
         """End every announced batch; what is queued or being filled for them goes on, and its frames stay barred."""
         for batch in self.window.clear():
             self._let_go(batch)
+        self._retire()
 
     def reset(self) -> None:
         """Forget announcements and what is in frames; nothing may be in flight."""
