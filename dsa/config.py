@@ -46,7 +46,7 @@ class IOConfig:
         max_request_bytes: a longer extent is split.
         read_chunk_bytes: records travel from disk to frames in pieces of about this size.
         known_batches, known_rows: batches, and rows in all of them together, that the window remembers; more
-            announcements are forgotten, youngest first. A row known costs 16 bytes.
+            announcements are forgotten, youngest first. A row known costs 23 bytes.
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
             as few as hide the reads, in at most half the cache.
         dirty_share: write-behind starts when dirty frames are more than this share of the cache; None: a quarter, since

@@ -54,7 +54,7 @@ _BUMP_FLOOR, _BUMP_CHANCE = _bumps()
 class Policy:
     """The choice of victims in one arena. Deterministic: the same calls give the same victims.
 
-    Memory: 3 bytes a row, 5 bytes a frame, 9 bytes for each row of each known batch, and 200 KB.
+    Memory: 3 bytes a row, 5 bytes a frame, 15 bytes for each row of each known batch, and 200 KB.
 
     Args:
         n_frames: frames of the arena.

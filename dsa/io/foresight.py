@@ -1,9 +1,9 @@
 """Foresight: which of the announced batches touches a row next.
 
 The known batches of a row form a chain, in the order of their announcement: the table of rows names the first of them
-(2 bytes a row), each (batch, row) entry names the one after and the one before (4 bytes, beside the row itself). The
+(2 bytes a row), each (batch, row) entry names its row, its batch, and the entries after and before it (14 bytes). The
 last one names itself as the one after, and the first one names the last as the one before. So a batch joins at the
-end and leaves from anywhere with at most two entries to look up a row, however many batches know the row. The rows of
+end with one entry to look up a row, and the oldest one leaves with none, however many batches know the row. The rows of
 a batch are sorted, with a mark for every few of them, so that a look-up takes one or two cache lines.
 
 Batches are named by recycled slots, not by their sequence numbers, so nothing here wraps.
@@ -33,7 +33,7 @@ _MARKED = 4  # entries are handed out in units of so many, with one mark each
 class Foresight:
     """The known batches of one table: announced, not yet retired.
 
-    Memory: 2 bytes a row, and 9 bytes for each row of each known batch.
+    Memory: 2 bytes a row, and 15 bytes for each row of each known batch.
 
     Args:
         n_rows: rows of the table; at most 2**32.
@@ -50,8 +50,9 @@ class Foresight:
         self._lengths: NDArray[np.int64] = np.zeros(0, np.int64)
         self._shifts: NDArray[np.int64] = np.zeros(0, np.int64)  # the mark of a row is its number >> shift
         self._rows: NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._after: NDArray[np.uint16] = np.zeros(0, np.uint16)
-        self._before: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self._slot_of: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self._after: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._before: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._marks: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._gaps: list[tuple[int, int]] = []  # free (start, length) of the entries, in order, never adjacent
 
@@ -128,7 +129,8 @@ class Foresight:
         return found
 
     def _entries(self) -> tuple[NDArray[Any], ...]:
-        return self._starts, self._lengths, self._shifts, self._marks, self._rows, self._after, self._before
+        places = self._starts, self._lengths, self._shifts, self._marks
+        return *places, self._rows, self._slot_of, self._after, self._before
 
     def _shift(self, length: int) -> int:
         marks = max(-(-length // _MARKED), 1)
@@ -168,8 +170,9 @@ class Foresight:
         had = len(self._rows)
         more = max(count, had // 4 // _MARKED * _MARKED, _FIRST_ENTRIES)
         self._rows = np.concatenate([self._rows, np.zeros(more, np.uint32)])
-        self._after = np.concatenate([self._after, np.zeros(more, np.uint16)])
-        self._before = np.concatenate([self._before, np.zeros(more, np.uint16)])
+        self._slot_of = np.concatenate([self._slot_of, np.zeros(more, np.uint16)])
+        self._after = np.concatenate([self._after, np.zeros(more, np.uint32)])
+        self._before = np.concatenate([self._before, np.zeros(more, np.uint32)])
         self._marks = np.concatenate([self._marks, np.zeros(more // _MARKED, np.uint32)])
         self._give_entries(had, more)
         return self._take_entries(count)
@@ -245,8 +248,9 @@ def _append(
     shifts: NDArray[np.int64],
     marks: NDArray[np.uint32],
     entry_rows: NDArray[np.uint32],
-    after: NDArray[np.uint16],
-    before: NDArray[np.uint16],
+    slot_of: NDArray[np.uint16],
+    after: NDArray[np.uint32],
+    before: NDArray[np.uint32],
 ) -> None:
     start = starts[slot]
     shift = shifts[slot]
@@ -258,20 +262,18 @@ def _append(
             marked += 1
         entry = start + i
         entry_rows[entry] = row
-        after[entry] = slot
+        slot_of[entry] = slot
+        after[entry] = entry
         head = first[row]
         if head == _NONE:
             first[row] = slot
-            before[entry] = slot
+            before[entry] = entry
             continue
         head_entry = _find(head, row, starts, lengths, shifts, marks, entry_rows)
-        tail = before[head_entry]
-        tail_entry = head_entry
-        if tail != head:
-            tail_entry = _find(tail, row, starts, lengths, shifts, marks, entry_rows)
-        before[entry] = tail
-        after[tail_entry] = slot
-        before[head_entry] = slot
+        tail_entry = before[head_entry]
+        before[entry] = tail_entry
+        after[tail_entry] = entry
+        before[head_entry] = entry
 
 
 @kernel
@@ -283,30 +285,27 @@ def _remove(
     shifts: NDArray[np.int64],
     marks: NDArray[np.uint32],
     entry_rows: NDArray[np.uint32],
-    after: NDArray[np.uint16],
-    before: NDArray[np.uint16],
+    slot_of: NDArray[np.uint16],
+    after: NDArray[np.uint32],
+    before: NDArray[np.uint32],
 ) -> None:
     start = starts[slot]
     for entry in range(start, start + lengths[slot]):
         row = np.int64(entry_rows[entry])
-        head = first[row]
         behind = after[entry]
         ahead = before[entry]
-        if head == slot:
-            if behind == slot:
+        if first[row] == slot:
+            if behind == entry:
                 first[row] = _NONE
             else:
-                first[row] = behind
-                # What the first one has before it is the last one: the new first one takes that over.
-                before[_find(behind, row, starts, lengths, shifts, marks, entry_rows)] = ahead
-            continue
-        ahead_entry = _find(ahead, row, starts, lengths, shifts, marks, entry_rows)
-        if behind == slot:
-            after[ahead_entry] = ahead
-            before[_find(head, row, starts, lengths, shifts, marks, entry_rows)] = ahead
+                first[row] = slot_of[behind]
+                before[behind] = ahead  # the last one: whoever is first names it
+        elif behind == entry:
+            after[ahead] = ahead
+            before[_find(first[row], row, starts, lengths, shifts, marks, entry_rows)] = ahead
         else:
-            after[ahead_entry] = behind
-            before[_find(behind, row, starts, lengths, shifts, marks, entry_rows)] = ahead
+            after[ahead] = behind
+            before[behind] = ahead
 
 
 @kernel
