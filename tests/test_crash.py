@@ -55,4 +55,5 @@ def test_a_checkpoint_that_leaves_dirty_rows_out_is_noticed(tmp_path: Path) -> N
     status, lines = crash(["-c", SABOTAGE], 3, tmp_path, seed=7)  # killed late enough
     assert status == 1
     assert lines[-2] == "runs 3, survived 0, lost 3"
-    assert "the moments are not those of step" in lines[-1]
+    # Records that no generation holds, or whose place was given away too early: which, depends on what was under way.
+    assert "the moments are not those of step" in lines[-1] or "does not match its check" in lines[-1]

@@ -239,9 +239,8 @@ class Training(RuleBasedStateMachine):
         assert newest == max(self.opt.generations())
         restore(self.saved[newest], self.oracle, self.disk, self.ram)
         # Later ones are loaded where it had gone back and not committed: they descend from what they descended from.
-        self.handed_out = [
-            handed for handed in self.handed_out if handed <= newest and handed in self.opt.generations()
-        ]
+        present = self.opt.generations()
+        self.handed_out = sorted(handed for handed in self.ever if handed <= newest and handed in present)
         self.at = newest
 
     @rule()
