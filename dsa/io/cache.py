@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
-from dsa.io.eviction import FILLING, FREE, LEASED, WRITING, Policy
+from dsa.io.eviction import FILLING, FREE, LEASED, Policy
 
 NO_FRAME = -1
 DONE_FRAME = -2
-RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed
+RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed, or chose it
+_LEAST_COLD = 512  # the policy looks through as many frames for these as for fewer
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
 Rows = NDArray[np.int64]
@@ -143,6 +144,23 @@ def _collect(
 
 
 @kernel
+def _take_cold(
+    chosen: Frames, flags: NDArray[np.uint8], pins: NDArray[np.int32], row_of: Rows, rows: Rows, out: Frames, n: int
+) -> tuple[int, int]:
+    """Mark more of the chosen frames as being written, up to len(out), if they hold what they held and nobody has
+    touched them since; how many there are in `out` then, and how many of the chosen ones were looked at."""
+    i = 0
+    while i < len(chosen) and n < len(out):
+        frame = chosen[i]
+        if flags[frame] == 1 and pins[frame] == 0 and row_of[frame] == rows[i]:  # DIRTY alone, not RECENT
+            flags[frame] |= np.uint8(4)  # WRITING
+            out[n] = frame
+            n += 1
+        i += 1
+    return n, i
+
+
+@kernel
 def _written(frames: Frames, versions: NDArray[np.uint32], flags: NDArray[np.uint8], now: NDArray[np.uint32]) -> int:
     """End the write of the frames; clean are those whose version is still the one copied (rule 2)."""
     cleaned = 0
@@ -187,6 +205,8 @@ class Arena:
         self.writing: list[int] = []  # per table: those of them that are being written
         self._next_fresh = 0  # frames from here on were never used
         self._hands: list[int] = []
+        self._cold: list[Frames] = []  # per table: frames that write-behind is to take next, while they stay as cold
+        self._cold_rows: list[Rows] = []  # what they held when they were chosen
 
     def add_table(self, frame_of: Frames) -> int:
         """Let a table use the arena; `frame_of` int32 [n_rows], all NO_FRAME. The table's number in the arena."""
@@ -195,6 +215,8 @@ class Arena:
         self.dirty.append(0)
         self.writing.append(0)
         self._hands.append(0)
+        self._cold.append(np.empty(0, np.int32))
+        self._cold_rows.append(np.empty(0, np.int64))
         return len(self.frame_of) - 1
 
     @property
@@ -262,14 +284,24 @@ class Arena:
                 room for every row and the policy knows nothing, spare those that were leased lately.
         """
         if unpinned_only and not self.roomy:
-            chosen = self.policy.cold_dirty(limit, self.flags, self.pins, self.table_of, table)
-            self.flags[chosen] |= WRITING
-            self.writing[table] += len(chosen)
-            return chosen
+            return self._collect_cold(table, limit)
         out = np.empty(limit, np.int32)
         args = (self.table_of, self.flags, self.pins, urgent, unpinned_only, self._hands[table], out)
         n, self._hands[table] = _collect(table, *args)
         self.writing[table] += int(n)
+        return out[:n]
+
+    def _collect_cold(self, table: int, limit: int) -> Frames:
+        """The next frames that the policy would give up first; it is asked for some segments' worth at a time."""
+        out = np.empty(limit, np.int32)
+        n, left = _take_cold(self._cold[table], self.flags, self.pins, self.row_of, self._cold_rows[table], out, 0)
+        if n < limit:
+            chosen = self.policy.cold_dirty(max(limit, _LEAST_COLD), self.flags, self.pins, self.table_of, table)
+            _clear(chosen, self.flags, RECENT)
+            self._cold[table], self._cold_rows[table] = chosen, self.row_of[chosen]
+            n, left = _take_cold(chosen, self.flags, self.pins, self.row_of, self._cold_rows[table], out, n)
+        self._cold[table], self._cold_rows[table] = self._cold[table][left:], self._cold_rows[table][left:]
+        self.writing[table] += n
         return out[:n]
 
     def written(self, table: int, frames: Frames, versions: NDArray[np.uint32]) -> None:
@@ -289,6 +321,8 @@ class Arena:
         self.dirty = [0] * len(self.frame_of)
         self.writing = [0] * len(self.frame_of)
         self._next_fresh = 0
+        self._cold = [np.empty(0, np.int32) for _ in self.frame_of]
+        self._cold_rows = [np.empty(0, np.int64) for _ in self.frame_of]
         policy = Policy(self.n_frames)
         for frame_of in self.frame_of:
             policy.add_table(len(frame_of))

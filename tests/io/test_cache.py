@@ -202,6 +202,33 @@ def test_what_would_be_given_up_first_is_written_first(urgent: bool) -> None:
     assert arena.collect(0, 9, unpinned_only=False).tolist() == []
 
 
+def test_what_was_chosen_to_be_written_and_touched_since_waits_for_the_next_choice(arena: Arena) -> None:
+    make_dirty(arena, 0, 1, 2, 3)
+    first = arena.collect(0, 1, unpinned_only=True)  # all three are chosen, this one is taken
+    left = [row for row in (1, 2, 3) if row != arena.row_of[first[0]]]
+    make_dirty(arena, 0, left[0])
+    assert arena.row_of[arena.collect(0, 1, unpinned_only=True)].tolist() == [left[1]]
+    assert arena.row_of[arena.collect(0, 1, unpinned_only=True)].tolist() == [left[0]]
+    assert arena.writing == [3, 0]
+
+
+def test_a_frame_that_holds_another_row_by_now_is_not_the_one_that_was_chosen() -> None:
+    arena = Arena(np.zeros((2, 16), np.uint8))
+    arena.add_table(np.full(10, NO_FRAME, np.int32))
+    make_dirty(arena, 0, 1, 2)
+    first = arena.collect(0, 1, unpinned_only=True)
+    arena.written(0, first, arena.version[first])
+    other = bring(arena, 0, 7)
+    assert other.tolist() == first.tolist()
+    arena.unpin(other)
+    second = arena.collect(0, 1, unpinned_only=True)
+    assert arena.row_of[second].tolist() in ([1], [2])
+    arena.written(0, second, arena.version[second])
+    third = make_dirty(arena, 0, 8)
+    assert arena.collect(0, 2, unpinned_only=True).tolist() == third.tolist()
+    assert arena.dirty == [1]
+
+
 def test_pinned_frames_are_written_only_when_all_are(arena: Arena) -> None:
     make_dirty(arena, 0, 1)
     frames = bring(arena, 0, 1)
