@@ -464,11 +464,18 @@ ready()
 """
 
 
+IMPATIENT = """
+import dsa.io.pipeline
+dsa.io.pipeline.STOP_TIMEOUT_S = 0.3
+"""  # elsewhere than where the real one is tried, it would only make the tests longer
+
+
 @pytest.mark.parametrize(
     ("end", "uvloop"), [("", True), ("", False), ("sys.exit(0)", True), ("del opt\ngc.collect()", True)]
 )
 def test_a_backend_that_never_answers_and_an_end(start: Start, uvloop: bool, end: str) -> None:
-    ended = start(STUCK + UNTIL_STUCK + end, uvloop=uvloop, backend="stuck").await_ready().end()
+    patience = "" if uvloop and not end else IMPATIENT
+    ended = start(patience + STUCK + UNTIL_STUCK + end, uvloop=uvloop, backend="stuck").await_ready().end()
     ended.check(0, uncommitted=True)
     check_state(start.folder)
 
@@ -480,8 +487,10 @@ def test_a_backend_that_never_answers_and_an_end(start: Start, uvloop: bool, end
 def test_ctrl_c_while_a_call_waits_for_a_backend_that_never_answers(
     start: Start, uvloop: bool, call: str, times: int
 ) -> None:
+    patience = "" if call == "opt.checkpoint()" and times == 1 else IMPATIENT
     source = (
-        STUCK
+        patience
+        + STUCK
         + f"""
 threading.Thread(target=lambda: made[-1].stalled.wait() and ready(), daemon=True).start()
 step(opt, 1)

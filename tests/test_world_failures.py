@@ -189,7 +189,10 @@ def test_a_failure_in_the_creation_leaves_nothing_that_is_in_the_way(
 
 
 @pytest.mark.parametrize(("kind", "path"), [("read", ".log"), ("write", ".log"), ("sync", ".log"), ("replace", "")])
-def test_a_stalled_device_is_an_error(tmp_path: Path, faults: list[FaultBackend], kind: str, path: str) -> None:
+def test_a_stalled_device_is_an_error(
+    tmp_path: Path, faults: list[FaultBackend], monkeypatch: pytest.MonkeyPatch, kind: str, path: str
+) -> None:
+    monkeypatch.setattr("dsa.io.pipeline.STOP_TIMEOUT_S", 0.3)
     run = Run(tmp_path / "s")
     run.opt.close()
     quick = IOConfig(segment_bytes=8192, dirty_share=0.05, stall_timeout_s=0.2)
