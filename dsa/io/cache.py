@@ -145,14 +145,20 @@ def _collect(
 
 @kernel
 def _take_cold(
-    chosen: Frames, flags: NDArray[np.uint8], pins: NDArray[np.int32], row_of: Rows, rows: Rows, out: Frames, n: int
+    chosen: Frames,
+    flags: NDArray[np.uint8],
+    pins: NDArray[np.int32],
+    table_of: NDArray[np.int16],
+    table: int,
+    out: Frames,
+    n: int,
 ) -> tuple[int, int]:
-    """Mark more of the chosen frames as being written, up to len(out), if they hold what they held and nobody has
+    """Mark more of the chosen frames as being written, up to len(out), if they still are the table's and nobody has
     touched them since; how many there are in `out` then, and how many of the chosen ones were looked at."""
     i = 0
     while i < len(chosen) and n < len(out):
         frame = chosen[i]
-        if flags[frame] == 1 and pins[frame] == 0 and row_of[frame] == rows[i]:  # DIRTY alone, not RECENT
+        if flags[frame] == 1 and pins[frame] == 0 and table_of[frame] == table:  # DIRTY alone, not RECENT
             flags[frame] |= np.uint8(4)  # WRITING
             out[n] = frame
             n += 1
@@ -206,7 +212,6 @@ class Arena:
         self._next_fresh = 0  # frames from here on were never used
         self._hands: list[int] = []
         self._cold: list[Frames] = []  # per table: frames that write-behind is to take next, while they stay as cold
-        self._cold_rows: list[Rows] = []  # what they held when they were chosen
 
     def add_table(self, frame_of: Frames) -> int:
         """Let a table use the arena; `frame_of` int32 [n_rows], all NO_FRAME. The table's number in the arena."""
@@ -216,7 +221,6 @@ class Arena:
         self.writing.append(0)
         self._hands.append(0)
         self._cold.append(np.empty(0, np.int32))
-        self._cold_rows.append(np.empty(0, np.int64))
         return len(self.frame_of) - 1
 
     @property
@@ -294,13 +298,13 @@ class Arena:
     def _collect_cold(self, table: int, limit: int) -> Frames:
         """The next frames that the policy would give up first; it is asked for some segments' worth at a time."""
         out = np.empty(limit, np.int32)
-        n, left = _take_cold(self._cold[table], self.flags, self.pins, self.row_of, self._cold_rows[table], out, 0)
+        n, left = _take_cold(self._cold[table], self.flags, self.pins, self.table_of, table, out, 0)
         if n < limit:
             chosen = self.policy.cold_dirty(max(limit, _LEAST_COLD), self.flags, self.pins, self.table_of, table)
             _clear(chosen, self.flags, RECENT)
-            self._cold[table], self._cold_rows[table] = chosen, self.row_of[chosen]
-            n, left = _take_cold(chosen, self.flags, self.pins, self.row_of, self._cold_rows[table], out, n)
-        self._cold[table], self._cold_rows[table] = self._cold[table][left:], self._cold_rows[table][left:]
+            self._cold[table] = chosen
+            n, left = _take_cold(chosen, self.flags, self.pins, self.table_of, table, out, n)
+        self._cold[table] = self._cold[table][left:]
         self.writing[table] += n
         return out[:n]
 
@@ -322,7 +326,6 @@ class Arena:
         self.writing = [0] * len(self.frame_of)
         self._next_fresh = 0
         self._cold = [np.empty(0, np.int32) for _ in self.frame_of]
-        self._cold_rows = [np.empty(0, np.int64) for _ in self.frame_of]
         policy = Policy(self.n_frames)
         for frame_of in self.frame_of:
             policy.add_table(len(frame_of))

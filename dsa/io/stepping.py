@@ -88,7 +88,7 @@ class Stepping:
                 counted = True
                 self._count(counts)
 
-        updated: list[tuple[Piece, NDArray[np.int64]]] = []  # and not committed yet
+        updated: list[tuple[Piece, NDArray[np.int64]]] = []  # to be committed before a wait; the end does so itself
         try:
             with pipeline.access as books:
                 pipeline.settle_ended_locked(books)
@@ -126,7 +126,7 @@ class Stepping:
             )
             whole = True
         finally:
-            self._end(whole, updated)
+            self._end(whole)
         return self._needed_cache_bytes(rows_by_table) if step.in_parts else 0
 
     def _commit(self, updated: Updated) -> None:
@@ -156,7 +156,7 @@ class Stepping:
         if counts:
             self._state.uncommitted(self._state.steps_since_commit + 1)
 
-    def _end(self, whole: bool, updated: Updated = ()) -> None:
+    def _end(self, whole: bool) -> None:
         """End what runs; an interrupt may have come as early as its beginning, or before."""
         pipeline = self._pipeline
         step = pipeline.books.step
@@ -171,9 +171,6 @@ class Stepping:
                 )
             )
         with pipeline.access as books:
-            if whole:
-                for piece, positions in updated:
-                    books.commit(piece, positions)
             books.end_step()
             pipeline.moved_on_locked(books)
         self.commit_s += time.perf_counter() - began

@@ -233,6 +233,15 @@ def test_how_far_ahead_batches_are_held() -> None:
     assert held(None, 4) == [True, False, False, False, False]  # one is always held, if it fits
 
 
+def test_a_batch_whose_rows_are_all_there_is_held_where_frames_can_be_given_up() -> None:
+    for n_rows, held in ((12, 2), (6, 0)):
+        world = Walk((n_rows,), (6, 1))
+        run_step(world, [1, 2])
+        world.announce(Kind.ANNOUNCED, {0: [1, 2]})
+        world.next_fill()
+        assert pinned(world) == held
+
+
 def test_a_batch_that_was_handed_out_is_held_whatever_the_reach() -> None:
     world = Walk((20,), (16, 1), held_batches=0)
     ticket = world.announce(Kind.AHEAD, {0: [0, 1]})

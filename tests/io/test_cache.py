@@ -229,6 +229,21 @@ def test_a_frame_that_holds_another_row_by_now_is_not_the_one_that_was_chosen() 
     assert arena.dirty == [1]
 
 
+def test_a_frame_that_is_another_tables_by_now_is_not_written_as_this_ones() -> None:
+    arena = Arena(np.zeros((3, 16), np.uint8))
+    for n_rows in (10, 6):
+        arena.add_table(np.full(n_rows, NO_FRAME, np.int32))
+    make_dirty(arena, 0, 1, 2, 3)
+    first = arena.collect(0, 1, unpinned_only=True)  # the two others are chosen, too
+    rest = arena.collect(0, 9, unpinned_only=False)
+    for frames in (first, rest):
+        arena.written(0, frames, arena.version[frames])
+    make_dirty(arena, 1, 1, 2, 3)  # the same rows of the other table, in those frames
+    assert len(arena.collect(1, 1, unpinned_only=True)) == 1  # all three are chosen
+    assert arena.collect(0, 9, unpinned_only=True).tolist() == []
+    assert arena.writing == [0, 1]
+
+
 def test_pinned_frames_are_written_only_when_all_are(arena: Arena) -> None:
     make_dirty(arena, 0, 1)
     frames = bring(arena, 0, 1)
