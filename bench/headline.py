@@ -130,6 +130,7 @@ def beside(scale: Scale, directory: Path) -> dict[str, Any]:
                 ours.append(turn.rows / turn.loop_s)
                 turn = ram.take(batches)
                 theirs.append(turn.rows / turn.loop_s)
+            disk.go_on()
             disk.optimizer.close()
         found[distribution] = {
             "cold_rows_per_s": cold.rows / cold.loop_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from bench.step_scale import WIDTH, Scale
 from bench.step_training import InRam, OnDisk
 from bench.step_workload import Draws
 
-PRIME_DRAWS = 65_536
 _FIXED_DRAWS = 256
 _UNCOUNTED = 5
 
@@ -20,23 +18,20 @@ _UNCOUNTED = 5
 def rounds(scale: Scale, distribution: str, ram: InRam, exact: OnDisk, fast: OnDisk) -> list[StepCase]:
     """A case for each size of a batch; what counts is the time of step() alone.
 
-    SparseAdam has its turn while DSA has nothing to write behind, DSA while it has.
+    With a frame for every row nothing is written behind before the disk is idle or a checkpoint comes.
 
     Raises:
         RuntimeError: a row was not in the cache.
     """
     rows, blocks = len(ram.work.tables[0][1]), scale.cached_blocks
-    draws, uniform = Draws(rows, distribution, seed=1), Draws(rows, "uniform", seed=2)
-    prime = math.ceil(-math.log(1 - exact.dirty_share) * rows / min(PRIME_DRAWS, rows)) + 1
+    draws = Draws(rows, distribution, seed=1)
     found = [StepCase(CACHED, 8 * WIDTH, {}, rows, WIDTH, rows, size, distribution, steps=0) for size, _ in blocks]
     for number in range(scale.rounds):
-        lead = [uniform.batch(PRIME_DRAWS) for _ in range(prime)]
         turns = [[draws.batch(size) for _ in range(steps + 1)] for size, steps in blocks]
         ways: list[tuple[InRam | OnDisk, str]] = [(ram, RAM), (exact, DSA), (fast, FAST)]
         for trainer, way in ways[:: 1 if number % 2 else -1]:
             if isinstance(trainer, OnDisk):
-                trainer.train_on([*lead, *(batch for turn in turns for batch in turn)])
-                trainer.take(len(lead))
+                trainer.train_on([batch for turn in turns for batch in turn])
             for case, turn in zip(found, turns, strict=True):
                 if isinstance(trainer, OnDisk):
                     trainer.take(1)

@@ -155,14 +155,11 @@ class Stages:
     # The stages.
 
     def cached(self, rows: int, distributions: Sequence[str]) -> None:
-        """Everything in cache: the time of step() alone, beside SparseAdam's; and what a small step costs at least.
-
-        SparseAdam has its turn while DSA has nothing to write behind, DSA while it has.
-        """
+        """Everything in cache: the time of step() alone, beside SparseAdam's; and what a small step costs at least."""
         if not self._room(f"all of {rows:,} rows in cache", rows * (3 * 4 * WIDTH + 2 * frame_bytes(WIDTH))):
             return
         self.tell(f"{rows:,} rows, all in cache")
-        most = max(step_cached.PRIME_DRAWS, *(draws for draws, _ in self.scale.cached_blocks))
+        most = max(draws for draws, _ in self.scale.cached_blocks)
         work = Alone(rows, WIDTH, most)  # all change the same weights, in turns
         options: dict[str, Any] = {"backend": self.backend, "depth": _CACHED_DEPTH}
         ram = InRam(work)

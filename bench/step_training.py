@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from bench.step_workload import Batch, distinct_rows
 from dsa import DiskSparseAdam, IOConfig
-from dsa.io.bookkeeping import DIRTY_SHARE, ROOMY_DIRTY_SHARE
 from dsa.io.cache import FRAME_OVERHEAD_BYTES
 from dsa.io.layout import RecordLayout
+from dsa.io.pipeline import Pipeline
 from dsa.io.statistics import Statistics
 from dsa.optim.lookahead import MOST_AHEAD
 
@@ -203,7 +203,7 @@ class OnDisk:
             kernel=kernel,
             io=config,
         )
-        self.dirty_share = ROOMY_DIRTY_SHARE if cache * used >= 1 else DIRTY_SHARE
+        self._stands = False
         self._ahead: Iterator[Batch] = iter(())
 
     @property
@@ -213,11 +213,12 @@ class OnDisk:
 
     def fill(self) -> None:
         """Write every row (in use) once, in order."""
+        self.go_on()
         for name, param in self.work.tables:
             every = self._in_use if self._in_use is not None else len(param)
             for rows in row_runs(every, max(min(_FILL_ROWS, self.frames // 4), 1)):
                 one_step(self.optimizer, self.work, {name: rows})
-        self.settle()
+        self._pipeline.run(self._pipeline.flush())
 
     def train_on(self, batches: Sequence[Batch]) -> None:
         """The steps to come take these batches, through lookahead."""
@@ -228,30 +229,46 @@ class OnDisk:
 
     def take(self, count: int) -> Turn:
         """Steps on the next batches."""
+        self.go_on()
         before = self.optimizer.statistics()
         turn = take_steps(self.work, self.optimizer, self._ahead, count)
         return _with_figures(turn, before, self.optimizer.statistics())
 
     def lead_steps(self, distinct: float) -> int:
-        """Steps after which a pause no longer tells.
-
-        What was brought into frames meanwhile is used up, and so many are dirty that write-behind is at work.
+        """Steps after which a pause no longer tells: what was brought into frames meanwhile is used up.
 
         Args:
             distinct: rows of a step.
         """
-        dirty = int(self.dirty_share * self.frames / max(distinct, 1.0)) + 1
         held = int(_MOST_HELD_SHARE * self.frames / max(distinct, 1.0)) + _LEAST_LEAD
-        return min(max(dirty, held), MOST_LEAD)
+        return min(held, MOST_LEAD)
 
     def settle(self) -> None:
-        """Let the device be: what is dirty is written, what can be is brought in, nothing is left to be done behind."""
-        pipeline = self.optimizer._books.engine._pipeline
-        pipeline.run(pipeline.flush())
+        """Let the device be until the next step: what can be is brought in, and nothing more is written behind.
+
+        What is dirty stays so: the next steps find the cache as steps leave it, not clean.
+        """
+        if not self._stands:
+            self._pipeline.run(self._pipeline._writebehind.turn.acquire())
+            self._stands = True
         before = -1
         while (moved := self._moved_bytes()) != before:
             before = moved
             time.sleep(_QUIET_S)
+
+    def go_on(self) -> None:
+        """End standing still; steps do that themselves."""
+
+        async def release() -> None:
+            self._pipeline._writebehind.turn.release()
+
+        if self._stands:
+            self._stands = False
+            self._pipeline.run(release())
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self.optimizer._books.engine._pipeline
 
     def _moved_bytes(self) -> int:
         statistics = self.optimizer.statistics()
@@ -259,6 +276,7 @@ class OnDisk:
 
     def close(self) -> None:
         """End it; the state is not committed."""
+        self.go_on()
         self.optimizer._close(commit=False)
 
     def __enter__(self) -> OnDisk:

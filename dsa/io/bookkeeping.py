@@ -23,9 +23,6 @@ from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
 
 _CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
-DIRTY_SHARE, ROOMY_DIRTY_SHARE = 0.25, 0.9
-"""Of an arena's frames: more dirty ones are written, unless the user says otherwise; where every row has a frame and
-none is ever given up, the longer a row waits for its write the more updates that write saves."""
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
 
@@ -47,7 +44,7 @@ class Bookkeeping:
     tally: Tally = field(default_factory=Tally)
     step: Step | None = None
     draining: bool = False  # a checkpoint wants every dirty frame written
-    frames_wanted: bool = False  # somebody waits for a frame: write what there is, however little (rule 9)
+    frames_wanted: int = 0  # frames that somebody waits for: write what there is, however little (rule 9)
     give_back: Callable[[], bool] = lambda: False  # asked for frames when no batch is held any more
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
     bringing_rests: bool = False  # next_fill found nothing to begin, and nobody has been told of anything since
@@ -149,12 +146,12 @@ class Bookkeeping:
 
     def _hold_ahead(self) -> None:
         """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
-        self.frames_wanted = False
+        self.frames_wanted = 0
         for batch in self._within_reach():
             for piece in batch.pieces:
                 self._take(batch, piece)
                 if piece.unframed:
-                    self.frames_wanted = True
+                    self.frames_wanted = piece.unframed
                     return
             if self._queued() is not None:
                 return
@@ -174,9 +171,12 @@ class Bookkeeping:
             return
         table = self.tables[piece.table]
         arena = table.arena
+        first = not piece.held
         piece.open()
         missing = arena.pin_resident(table.arena_table, piece.rows, piece.frames)
         piece.unframed = missing
+        if first:
+            arena.brings(table.arena_table, missing)
         if not missing:
             return
         self._retire()
@@ -267,8 +267,8 @@ class Bookkeeping:
         self._bring_pieces(step.batch)
         while not step.batch.complete and (self._release_youngest() or self.give_back()):
             self._bring_pieces(step.batch)
-        self.frames_wanted = not step.batch.complete
-        return step.batch.complete
+        self.frames_wanted = next((piece.unframed for piece in step.batch.pieces if piece.unframed), 0)
+        return not self.frames_wanted
 
     def _bring_pieces(self, batch: Batch) -> None:
         # One piece after the other: a later piece never pins what an earlier one still waits for (rule 9).
@@ -338,7 +338,7 @@ class Bookkeeping:
         """The step is over, whole or not: nothing of it stays pinned."""
         step = self._running()
         self.step = None
-        self.frames_wanted = False
+        self.frames_wanted = 0
         for piece in step.batch.pieces:
             if piece.held:
                 table = self.tables[piece.table]
@@ -375,18 +375,34 @@ class Bookkeeping:
         return any(piece.unframed for batch in self._within_reach() for piece in batch.pieces)
 
     def _may_write(self, dirty_share: float | None) -> bool:
-        return not self.frozen and any(self._writes_due(arena, dirty_share) for arena in self.arenas)
+        return not self.frozen and any(self._writes_due(table, dirty_share) for table in self.tables)
 
-    def _writes_due(self, arena: Arena, dirty_share: float | None) -> bool:
-        if dirty_share is None:
-            dirty_share = ROOMY_DIRTY_SHARE if arena.roomy else DIRTY_SHARE
-        return self.draining or self.frames_wanted or sum(arena.dirty) > dirty_share * arena.n_frames
+    def _writes_due(self, table: Table, dirty_share: float | None) -> bool:
+        """Whether some of the table's frames are to be written now."""
+        arena, number = table.arena, table.arena_table
+        if self.draining:
+            return arena.dirty[number] > arena.writing[number]
+        left = self._idle_dirty(table)
+        if left <= 0:
+            return False
+        if self.frames_wanted > sum(arena.writing):
+            return True
+        if dirty_share is not None:
+            return sum(arena.dirty) > dirty_share * arena.n_frames
+        return left >= table.layout.slots and not arena.roomy and arena.short_of() > 0
+
+    def _idle_dirty(self, table: Table) -> int:
+        """Dirty frames of the table that nobody pins and that are not being written (or a few less)."""
+        return int(table.arena.idle_dirty[table.arena_table]) - table.arena.writing[table.arena_table]
 
     # Writing behind.
 
     def next_write(self, dirty_share: float | None, *, idle: bool = False) -> WriteJob | None:
-        """A segment's worth of dirty frames, if it is time to write: a share of the cache is dirty, frames are wanted,
-        or a checkpoint drains them all; where all is `idle`, any whole segment."""
+        """A segment's worth of dirty frames, if it is time to write; where all is `idle`, any whole segment.
+
+        It is time when frames are wanted, when a checkpoint drains them all, and when more than the share of the cache
+        is dirty. Without one (None) it is time when there are whole segments of them, and few others to give up.
+        """
         job = self._next_write(dirty_share, idle)
         self.writing_rests = job is None
         return job
@@ -394,19 +410,16 @@ class Bookkeeping:
     def _next_write(self, dirty_share: float | None, idle: bool) -> WriteJob | None:
         if self.frozen:
             return None
-        for table in sorted(self.tables, key=_segments_due, reverse=True):
+        for table in sorted(self.tables, key=self._idle_dirty, reverse=True):
             arena = table.arena
-            if arena.dirty[table.arena_table] == 0:
-                return None
-            due = self._writes_due(arena, dirty_share)
-            self._retire()
             left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
-            if not due and not (idle and left >= table.layout.slots):
+            if not self._writes_due(table, dirty_share) and not (idle and left >= table.layout.slots):
                 continue
+            self._retire()
             frames = arena.collect(
                 table.arena_table,
                 table.layout.slots,
-                urgent=self.draining or self.frames_wanted,
+                urgent=self.draining or self.frames_wanted > 0,
                 unpinned_only=not self.draining,
             )
             if not len(frames):
@@ -506,8 +519,3 @@ class Bookkeeping:
         counts = {name: sum(arena.count(mask) for arena in self.arenas) for name, mask in flags.items()}
         counts["pinned"] = sum(arena.pinned for arena in self.arenas)
         return counts
-
-
-def _segments_due(table: Table) -> float:
-    """How many segments the table's dirty frames would fill."""
-    return table.arena.dirty[table.arena_table] / table.layout.slots

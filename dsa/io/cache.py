@@ -17,6 +17,8 @@ from dsa.io.eviction import FILLING, FREE, LEASED, Policy
 NO_FRAME = -1
 DONE_FRAME = -2
 RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed, or chose it
+_SPARE_BATCHES = 2
+_FADE = 16
 _LEAST_COLD = 512  # the policy looks through as many frames for these as for fewer
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
@@ -25,18 +27,29 @@ Frames = NDArray[np.int32]
 
 
 @kernel
-def _pin_resident(rows: Rows, frame_of: Frames, pins: NDArray[np.int32], frames: Frames) -> tuple[int, int]:
+def _pin_resident(
+    rows: Rows,
+    frame_of: Frames,
+    pins: NDArray[np.int32],
+    flags: NDArray[np.uint8],
+    table: int,
+    idle_dirty: NDArray[np.int64],
+    frames: Frames,
+) -> tuple[int, int]:
     """Pin each row that has a frame and has none in `frames` yet; how many are still without, how many first pins."""
-    missing, fresh = 0, 0
+    missing, fresh, dirty = 0, 0, 0
     for i in range(len(rows)):
         if frames[i] == -1:
             frame = frame_of[rows[i]]
             if frame >= 0:
-                fresh += pins[frame] == 0
+                if pins[frame] == 0:
+                    fresh += 1
+                    dirty += flags[frame] & 1
                 pins[frame] += 1
                 frames[i] = frame
             else:
                 missing += 1
+    idle_dirty[table] -= dirty
     return missing, fresh
 
 
@@ -72,13 +85,22 @@ def _assign(
 
 
 @kernel
-def _unpin(frames: Frames, pins: NDArray[np.int32]) -> int:
+def _unpin(
+    frames: Frames,
+    pins: NDArray[np.int32],
+    flags: NDArray[np.uint8],
+    table_of: NDArray[np.int16],
+    idle_dirty: NDArray[np.int64],
+) -> int:
     """Take one pin off each frame (negative numbers: none there); the number of frames that none pins any more."""
     idle = 0
     for i in range(len(frames)):
-        if frames[i] >= 0:
-            pins[frames[i]] -= 1
-            idle += pins[frames[i]] == 0
+        frame = frames[i]
+        if frame >= 0:
+            pins[frame] -= 1
+            if pins[frame] == 0:
+                idle += 1
+                idle_dirty[table_of[frame]] += flags[frame] & 1
     return idle
 
 
@@ -167,7 +189,15 @@ def _take_cold(
 
 
 @kernel
-def _written(frames: Frames, versions: NDArray[np.uint32], flags: NDArray[np.uint8], now: NDArray[np.uint32]) -> int:
+def _written(
+    frames: Frames,
+    versions: NDArray[np.uint32],
+    flags: NDArray[np.uint8],
+    pins: NDArray[np.int32],
+    now: NDArray[np.uint32],
+    table: int,
+    idle_dirty: NDArray[np.int64],
+) -> int:
     """End the write of the frames; clean are those whose version is still the one copied (rule 2)."""
     cleaned = 0
     for i in range(len(frames)):
@@ -175,6 +205,7 @@ def _written(frames: Frames, versions: NDArray[np.uint32], flags: NDArray[np.uin
         flags[frame] &= ~np.uint8(4)
         if now[frame] == versions[i]:
             flags[frame] &= ~np.uint8(1)
+            idle_dirty[table] -= pins[frame] == 0
             cleaned += 1
     return cleaned
 
@@ -208,7 +239,9 @@ class Arena:
         self.policy = Policy(n_frames)
         self.frame_of: list[Frames] = []  # per table of the arena: row -> frame
         self.dirty: list[int] = []  # per table: frames that hold what the log does not
-        self.writing: list[int] = []  # per table: those of them that are being written
+        self.idle_dirty = np.zeros(0, np.int64)  # per table: those of the dirty ones that nobody pins
+        self.writing: list[int] = []  # per table: those of the dirty ones that are being written
+        self._brought: list[int] = []  # per table: the rows that a batch brought in, of late
         self._next_fresh = 0  # frames from here on were never used
         self._hands: list[int] = []
         self._cold: list[Frames] = []  # per table: frames that write-behind is to take next, while they stay as cold
@@ -218,7 +251,9 @@ class Arena:
         self.policy.add_table(len(frame_of))
         self.frame_of.append(frame_of)
         self.dirty.append(0)
+        self.idle_dirty = np.append(self.idle_dirty, 0)
         self.writing.append(0)
+        self._brought.append(0)
         self._hands.append(0)
         self._cold.append(np.empty(0, np.int32))
         return len(self.frame_of) - 1
@@ -228,9 +263,23 @@ class Arena:
         """Whether every row of every table has room: then no frame is ever given up."""
         return self.policy.roomy
 
+    def brings(self, table: int, rows: int) -> None:
+        """A batch needs frames for so many rows that have none; what lately was the most fades slowly."""
+        before = self._brought[table]
+        self._brought[table] = max(rows, before - before // _FADE)
+
+    def short_of(self) -> int:
+        """How many frames more should be clean: two batches' worth that can be given up, or soon can, are enough.
+
+        So a dirty row that is not about to go is left alone, and what is updated often is written seldom.
+        """
+        there = self.n_frames - self.pinned - int(self.idle_dirty.sum()) + sum(self.writing)
+        return _SPARE_BATCHES * sum(self._brought) - there
+
     def pin_resident(self, table: int, rows: Rows, frames: Frames) -> int:
         """Pin those of `rows` that have a frame, note it in `frames`; how many have none."""
-        missing, fresh = _pin_resident(rows, self.frame_of[table], self.pins, frames)
+        state = (self.frame_of[table], self.pins, self.flags, table, self.idle_dirty)
+        missing, fresh = _pin_resident(rows, *state, frames)
         self.pinned += int(fresh)
         return int(missing)
 
@@ -278,7 +327,7 @@ class Arena:
 
     def unpin(self, frames: Frames) -> None:
         """Take one pin off each (negative numbers: none there)."""
-        self.pinned -= int(_unpin(frames, self.pins))
+        self.pinned -= int(_unpin(frames, self.pins, self.flags, self.table_of, self.idle_dirty))
 
     def collect(self, table: int, limit: int, *, unpinned_only: bool, urgent: bool = True) -> Frames:
         """Up to `limit` dirty frames to write; they count as being written until `written`.
@@ -311,7 +360,8 @@ class Arena:
     def written(self, table: int, frames: Frames, versions: NDArray[np.uint32]) -> None:
         """The write of the frames is over; clean are those whose version is the one that was copied."""
         self.writing[table] -= len(frames)
-        self.dirty[table] -= int(_written(frames, versions, self.flags, self.version))
+        state = (self.flags, self.pins, self.version, table, self.idle_dirty)
+        self.dirty[table] -= int(_written(frames, versions, *state))
 
     def reset(self) -> None:
         """Forget every row; nothing may be in flight, pinned or leased."""
@@ -323,7 +373,9 @@ class Arena:
         self.pinned = 0
         self.flags[:] = FREE
         self.dirty = [0] * len(self.frame_of)
+        self.idle_dirty[:] = 0
         self.writing = [0] * len(self.frame_of)
+        self._brought = [0] * len(self.frame_of)
         self._next_fresh = 0
         self._cold = [np.empty(0, np.int32) for _ in self.frame_of]
         policy = Policy(self.n_frames)

@@ -26,7 +26,7 @@ _MAGIC = b"DSASEG\r\n"
 # magic, version, record bytes, slots, records present, segment number, table identity, row width, check of the rest
 _HEAD = struct.Struct("<8sIIIIQQII")
 HEAD_BYTES = 64
-_ROWS_PER_SEGMENT_GOAL = 64
+_SEGMENTS_OF_A_TABLE = 24
 
 
 def round_up(value: int, step: int) -> int:
@@ -98,7 +98,7 @@ def segment_layout(record_bytes: int, n_rows: int, segment_bytes: int) -> Segmen
 
 def choose_segment_bytes(record_bytes: int, n_rows: int, cache_bytes: int) -> int:
     """A segment size that a small table can clean by, and that a small cache can fill with dirty frames."""
-    goal = min(n_rows * record_bytes // _ROWS_PER_SEGMENT_GOAL, cache_bytes // 16)
+    goal = min(n_rows * record_bytes // _SEGMENTS_OF_A_TABLE, cache_bytes // 16)
     goal = 1 << max(goal, 1).bit_length() - 1
     return max(MIN_SEGMENT_BYTES, min(goal, MAX_SEGMENT_BYTES))
 

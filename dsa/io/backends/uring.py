@@ -6,10 +6,10 @@ same thread; so is a write.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import ClassVar
 
@@ -125,7 +125,7 @@ class _RingThread:
         self._op = op
         self._config = config
         self.ring: Ring | None = None
-        self.jobs = 0  # submitted and not ended; a hint: its count is not exact while both change it
+        self.jobs = 0  # submitted and not ended; counted on the loop
 
     def start(self) -> None:
         """Make the ring, and move some bytes with it.
@@ -158,14 +158,14 @@ class _RingThread:
         buffer: Bytes,
         before: Callable[[], None] | None,
         then: Callable[[], None] | None,
-    ) -> Future[None]:
+    ) -> asyncio.Future[None]:
         """Move the extents in the ring's thread, `before` and `then` in the same one."""
-        work = self.threads.submit(self._move, file, extents, buffer, before, then)
+        work = self.threads.start(self._move, file, extents, buffer, before, then)
         self.jobs += 1
         work.add_done_callback(self._job_ended)
         return work
 
-    def _job_ended(self, work: Future[None]) -> None:
+    def _job_ended(self, work: asyncio.Future[None]) -> None:
         self.jobs -= 1
 
     def _move(

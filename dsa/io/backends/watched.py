@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from dsa.errors import DeviceError
 from dsa.io.backends.base import Backend, Bytes, Extents, File
+from dsa.io.backends.iothreads import done
 
 _T = TypeVar("_T")
 SLOW_REQUEST_S = 0.02
@@ -46,10 +47,10 @@ class WatchedBackend(Backend):
             answers = -1
             while not task.done() and answers != self._answers:
                 answers = self._answers
-                await asyncio.wait((task,), timeout=self._limit_s + allowance_s)
+                await done(task, self._limit_s + allowance_s)
         except asyncio.CancelledError:
             task.cancel()  # it ends when its bytes have stopped to move, and only then may this one
-            await asyncio.wait((task,))
+            await done(task)
             _look_at(task)
             raise
         if task.done():
