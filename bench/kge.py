@@ -167,6 +167,7 @@ def run(options: Options, graph: Graph, console: Console) -> Result:
         ranking = _evaluation(model, graph, options, console)
         statistics: dict[str, Any] = {}
         if isinstance(optimizer, DiskSparseAdam):
+            optimizer.checkpoint()
             statistics = asdict(optimizer.statistics())
     result = Result(
         epochs=epochs,

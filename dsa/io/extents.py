@@ -135,6 +135,17 @@ def plan(
     return Plan(Extents(out[0], out[1], out[2]), positions, buffer_bytes)
 
 
+@kernel
+def _in_place(offsets: NDArray[np.int64], lengths: NDArray[np.int64], at: NDArray[np.int64], buffer_bytes: int) -> bool:
+    """Whether no extent is empty, all lie in file and buffer, and they follow each other in the buffer."""
+    end = np.int64(0)
+    for i in range(len(at)):
+        if offsets[i] < 0 or lengths[i] <= 0 or at[i] < end or at[i] > buffer_bytes - lengths[i]:
+            return False
+        end = at[i] + lengths[i]
+    return True
+
+
 def check_placement(extents: Extents, buffer_bytes: int) -> Extents:
     """The extents without empty ones, as contiguous int64 arrays, when all lie in the file and apart in the buffer.
 
@@ -145,6 +156,8 @@ def check_placement(extents: Extents, buffer_bytes: int) -> Extents:
     offsets, lengths, at = (np.ascontiguousarray(a, np.int64) for a in (extents.offsets, extents.lengths, extents.at))
     if not len(offsets) == len(lengths) == len(at):
         raise ValueError(f"{len(offsets)} offsets, {len(lengths)} lengths and {len(at)} places of extents")
+    if _in_place(offsets, lengths, at, buffer_bytes):
+        return Extents(offsets, lengths, at)
     bad = (offsets < 0) | (lengths < 0) | (at < 0) | (at > buffer_bytes - lengths)
     if bad.any():
         i = int(np.argmax(bad))
@@ -164,3 +177,18 @@ def check_placement(extents: Extents, buffer_bytes: int) -> Extents:
             f"two extents overlap in the buffer: one ends at byte {ends[i]}, the next begins at {begins[i + 1]}"
         )
     return Extents(offsets, lengths, at)
+
+
+@kernel
+def _all_aligned(
+    offsets: NDArray[np.int64], lengths: NDArray[np.int64], at: NDArray[np.int64], address: int, alignment: int
+) -> bool:
+    for i in range(len(at)):
+        if offsets[i] % alignment or lengths[i] % alignment or (at[i] + address) % alignment:
+            return False
+    return True
+
+
+def aligned(extents: Extents, address: int, alignment: int) -> bool:
+    """Whether all extents are whole multiples of the alignment, in the file and in a buffer at that address."""
+    return bool(_all_aligned(extents.offsets, extents.lengths, extents.at, address, alignment))

@@ -26,7 +26,8 @@ _MAGIC = b"DSASEG\r\n"
 # magic, version, record bytes, slots, records present, segment number, table identity, row width, check of the rest
 _HEAD = struct.Struct("<8sIIIIQQII")
 HEAD_BYTES = 64
-_SEGMENTS_OF_A_TABLE = 24
+_SEGMENTS_OF_A_TABLE = 12
+_SEGMENTS_OF_A_CACHE, _FEW_SEGMENTS_OF_A_CACHE, _GOOD_SEGMENT_BYTES = 16, 6, 1 << 20
 
 
 def round_up(value: int, step: int) -> int:
@@ -97,8 +98,15 @@ def segment_layout(record_bytes: int, n_rows: int, segment_bytes: int) -> Segmen
 
 
 def choose_segment_bytes(record_bytes: int, n_rows: int, cache_bytes: int) -> int:
-    """A segment size that a small table can clean by, and that a small cache can fill with dirty frames."""
-    goal = min(n_rows * record_bytes // _SEGMENTS_OF_A_TABLE, cache_bytes // 16)
+    """A segment size that a small table can clean by, and that a small cache can fill with dirty frames.
+
+    A segment costs the same however large it is, until its bytes cost more: up to that size few of them may make up a
+    small cache.
+    """
+    of_cache = max(
+        cache_bytes // _SEGMENTS_OF_A_CACHE, min(cache_bytes // _FEW_SEGMENTS_OF_A_CACHE, _GOOD_SEGMENT_BYTES)
+    )
+    goal = min(n_rows * record_bytes // _SEGMENTS_OF_A_TABLE, of_cache)
     goal = 1 << max(goal, 1).bit_length() - 1
     return max(MIN_SEGMENT_BYTES, min(goal, MAX_SEGMENT_BYTES))
 

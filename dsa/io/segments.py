@@ -20,8 +20,8 @@ NEVER_WRITTEN = -1
 CLEANING_RESERVE = 2  # segments that only cleaning may take
 
 FREE, OPEN, FULL, CLEANING, LIMBO, PUNCHING = range(6)
-MOST_VICTIMS = 3  # segments cleaned at once: they are read into memory together
-FAR_SEGMENTS = 4
+MOST_VICTIMS, MOST_VICTIM_BYTES = 8, 12 << 20  # segments cleaned at once: they are read into memory together
+FAR_SEGMENTS = 4  # and a twentieth of the live records: so far may the log grow beyond its limit
 SURPLUS_RESERVE = 4  # free segments that are kept as they are, to be written again
 
 Slots = NDArray[Any]  # int32 or int64 [n_rows]
@@ -241,7 +241,8 @@ class Segments:
 
     def far_over_limit(self) -> bool:
         """Whether the log has grown past its limit by some segments: cleaning does not keep up."""
-        return self._solid() > self.limit_segments() + FAR_SEGMENTS
+        far = FAR_SEGMENTS + self.live_records * self.layout.record_bytes // (20 * self.layout.segment_bytes)
+        return self._solid() > self.limit_segments() + far
 
     def choose_victims(self) -> list[int]:
         """Segments whose live records together fit one segment, fewest live first; they are being cleaned from now on.
@@ -255,7 +256,8 @@ class Segments:
         order = candidates[np.argsort(self.live[candidates], kind="stable")]
         room = self.layout.slots
         victims: list[int] = []
-        for segment in order[:MOST_VICTIMS]:
+        most = max(2, min(MOST_VICTIMS, MOST_VICTIM_BYTES // self.layout.segment_bytes))
+        for segment in order[:most]:
             live = int(self.live[segment])
             if live > room:
                 break

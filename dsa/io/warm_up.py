@@ -8,7 +8,7 @@ import numpy as np
 
 from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Arena
-from dsa.io.extents import plan
+from dsa.io.extents import aligned, check_placement, plan
 from dsa.io.jobs import Table
 from dsa.io.kernels_on_rows import gather_records, scatter_records
 from dsa.io.layout import RecordLayout, checked_gather, checked_scatter, segment_layout, zero_frames
@@ -48,6 +48,7 @@ def _run_once(slot_dtype: Any) -> None:
         while (fill := books.next_fill()) is not None:
             zero_frames(arena.words, fill.frames)
             extents = plan(np.maximum(fill.slots, 0) * 64, 32, merge_gap_bytes=0, max_request_bytes=4096, alignment=1)
+            aligned(check_placement(extents.extents, extents.buffer_bytes), 0, 1)
             numbers = np.zeros(len(fill.rows), np.int32)
             checked_scatter(words.reshape(-1), extents.positions // 8, 4, fill.rows, fill.checks, words, numbers)
             books.filled(fill)

@@ -35,6 +35,7 @@ class WriteBehind:
         self._latch = latch
         self._running: set[asyncio.Task[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
+        self._cleaned = asyncio.Event()  # set whenever segments have been cleaned, or could not be
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
@@ -93,8 +94,9 @@ class WriteBehind:
             self._running.add(asyncio.create_task(self._write(job)))
             self._clean(job.table)
             # Cleaning goes on beside the writes, a step waits for none of it; only a log well over its limit waits.
-            while self._cleaning is not None and job.table.segments.far_over_limit():
-                await asyncio.wait([self._cleaning])
+            while job.table.segments.far_over_limit() and self._cleaning is not None and not self._cleaning.done():
+                self._cleaned.clear()
+                await self._cleaned.wait()
                 self._raise_failure()
                 self._clean(job.table)
 
@@ -131,8 +133,16 @@ class WriteBehind:
         self._cleaning = None if job is None else asyncio.create_task(self._move(job))
 
     async def _move(self, job: CleanJob) -> None:
+        """Clean, and go on as long as it is due: a checkpoint that waits for this is not kept waiting for more."""
+        following: CleanJob | None = job
         try:
-            await self._log.clean(job)
+            while following is not None:
+                await self._log.clean(following)
+                self._cleaned.set()
+                with self._access as books:
+                    following = None if books.draining else books.next_clean(job.table)
         except Exception as error:
             self._failure = self._failure or error
             self._latch(error)
+        finally:
+            self._cleaned.set()

@@ -98,7 +98,7 @@ def test_chosen_segments_follow_the_tables_size(record_bytes: int, n_rows: int, 
     size = choose_segment_bytes(record_bytes, n_rows, cache_bytes)
     assert MIN_SEGMENT_BYTES <= size <= MAX_SEGMENT_BYTES
     assert size % BLOCK_BYTES == 0
-    assert size == MIN_SEGMENT_BYTES or size <= max(n_rows * record_bytes // 64, 1)
+    assert size == MIN_SEGMENT_BYTES or size <= max(n_rows * record_bytes // 12, 1)
     assert choose_segment_bytes(1024, 237, 1 << 30) == MIN_SEGMENT_BYTES
     assert choose_segment_bytes(1024, 10_000_000, 1 << 30) == MAX_SEGMENT_BYTES
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.backends.base import Bytes, Extents, File
+from dsa.io.extents import aligned
 from dsa.io.memory import PAGE_BYTES, allocate
 
 _log = logging.getLogger("dsa")
@@ -80,6 +81,8 @@ def check_alignment(file: File, extents: Extents, buffer: Bytes) -> None:
     if file.alignment == 1:
         return
     address = int(buffer.ctypes.data)
+    if aligned(extents, address, file.alignment):
+        return
     bad = (extents.offsets | extents.lengths | (extents.at + address)) % file.alignment != 0
     if bad.any():
         i = int(np.argmax(bad))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +30,9 @@ from dsa.io.extents import Extents, check_placement
 _MOST_WRITE_BYTES = 8 * MIB
 # One system call submits and collects so many requests: the device is kept busy by those that stay in flight.
 _WAKE_SHARE = 2
-# Rings for each direction, with a thread each: while one's records are checked and copied, or a segment is filled from
-# frames, the other keeps the device busy.
-_RINGS = 2
+# Rings with a thread each: while one's records are checked and copied, or a segment is filled from frames, another
+# keeps the device busy; and a few long reads of a cleaning need not wait behind many short ones.
+_READERS, _WRITERS = 3, 2
 
 
 class UringBackend(LocalFiles):
@@ -42,7 +43,7 @@ class UringBackend(LocalFiles):
     failed must not be used again (the backend keeps it alive).
 
     Args:
-        config: `queue_depth` requests are in flight at most in each ring, two for reads and two for writes;
+        config: `queue_depth` requests are in flight at most in each ring, three for reads and two for writes;
             `stall_timeout_s`.
 
     Raises:
@@ -53,8 +54,8 @@ class UringBackend(LocalFiles):
 
     def __init__(self, config: IOConfig) -> None:
         self._direct = DirectFiles()
-        self._readers = [_RingThread("dsa-uring-read", READ, config) for _ in range(_RINGS)]
-        self._writers = [_RingThread("dsa-uring-write", WRITE, config) for _ in range(_RINGS)]
+        self._readers = [_RingThread("dsa-uring-read", READ, config) for _ in range(_READERS)]
+        self._writers = [_RingThread("dsa-uring-write", WRITE, config) for _ in range(_WRITERS)]
         super().__init__(*(each.threads for each in (*self._readers, *self._writers)))
         try:
             for each in (*self._readers, *self._writers):
@@ -107,8 +108,8 @@ class UringBackend(LocalFiles):
 
 
 def _least_busy(choices: list[_RingThread]) -> _RingThread:
-    """The one with the fewest jobs, the first one of several."""
-    return min(choices, key=lambda each: each.jobs)
+    """The one with the fewest requests to make, the first one of several."""
+    return min(choices, key=lambda each: each.requests)
 
 
 def _check_buffer(buffer: Bytes) -> None:
@@ -125,7 +126,7 @@ class _RingThread:
         self._op = op
         self._config = config
         self.ring: Ring | None = None
-        self.jobs = 0  # submitted and not ended; counted on the loop
+        self.requests = 0  # of the transfers submitted and not ended; counted on the loop
 
     def start(self) -> None:
         """Make the ring, and move some bytes with it.
@@ -161,12 +162,13 @@ class _RingThread:
     ) -> asyncio.Future[None]:
         """Move the extents in the ring's thread, `before` and `then` in the same one."""
         work = self.threads.start(self._move, file, extents, buffer, before, then)
-        self.jobs += 1
-        work.add_done_callback(self._job_ended)
+        count = max(len(extents), 1)
+        self.requests += count
+        work.add_done_callback(functools.partial(self._ended, count))
         return work
 
-    def _job_ended(self, work: asyncio.Future[None]) -> None:
-        self.jobs -= 1
+    def _ended(self, requests: int, work: asyncio.Future[None]) -> None:
+        self.requests -= requests
 
     def _move(
         self,
