@@ -82,7 +82,7 @@ def main(
         Negatives, typer.Option(help="Drawn in the loader and carried in the batch, or drawn inside the model.")
     ] = Negatives.batch,
     cache: Annotated[str, typer.Option(help="RAM for the state's cache: bytes, 4MiB, 2GiB or auto.")] = "4MiB",
-    lookahead: Annotated[int, typer.Option(min=0, help="Batches whose rows are announced ahead of time.")] = 4,
+    lookahead: Annotated[int, typer.Option(min=0, help="Batches whose rows are announced ahead of time.")] = 16,
     backend: Annotated[str, typer.Option(help="How to reach the disk: auto, uring, threads, aiofiles.")] = "auto",
     kernel: Annotated[str, typer.Option(help="How to compute the update: auto, exact, fast, reference.")] = "auto",
     state_dir: Annotated[

@@ -32,7 +32,7 @@ from dsa.io.prefetch import Prefetch
 from dsa.io.window import Kind, Piece, Window
 from dsa.io.writebehind import WriteBehind
 
-_WARM_SHARE = 0.3  # write-behind begins when a quarter of the frames is dirty
+_WARM_SHARE = 0.3  # of the frames: after so many rows nothing tells of how the cache was filled
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Run:
         self._fill_cache(likely_rows(self.setting.workload, scale, n_frames))
 
     def _fill_cache(self, rows: Rows) -> None:
-        """Bring rows into frames at once, before time begins."""
+        """Update rows in frames at once, before time begins: long training leaves nearly all frames dirty."""
         books = self.books
-        step = books.begin({0: rows}, lasting=False)
+        step = books.begin({0: rows}, lasting=True)
         books.bring()
         while (job := books.next_fill()) is not None:
             books.filled(job)
@@ -120,6 +120,7 @@ class Run:
             positions = books.ready(piece)
             if positions is None:
                 raise RuntimeError(f"{self.setting}: the cache takes fewer rows than it has frames")
+            books.lease(piece, positions)
             books.commit(piece, positions)
         books.end_step()
 

@@ -23,7 +23,7 @@ class Scale:
 
     Args:
         n_rows: rows of the table; batch_rows: of them in each step, all different.
-        warm_steps: steps before the measured ones, besides those until a large cache is as dirty as it gets.
+        warm_steps: steps before the measured ones, besides those that a large cache needs.
         model_us, update_us: what a row costs outside of the optimizer, and the optimizer beside its waiting.
         exponent: of the Zipf workload.
     """

@@ -17,8 +17,8 @@ from dsa.io.eviction import FILLING, FREE, LEASED, Policy
 NO_FRAME = -1
 DONE_FRAME = -2
 RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed, or chose it
-_SPARE_BATCHES = 2
-_FADE = 16
+_SPARE_BATCHES = 1
+_FADE = 4
 _LEAST_COLD = 512  # the policy looks through as many frames for these as for fewer
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
@@ -264,12 +264,12 @@ class Arena:
         return self.policy.roomy
 
     def brings(self, table: int, rows: int) -> None:
-        """A batch needs frames for so many rows that have none; what lately was the most fades slowly."""
+        """A batch needs frames for so many rows that have none; what lately was the most fades."""
         before = self._brought[table]
         self._brought[table] = max(rows, before - before // _FADE)
 
     def short_of(self) -> int:
-        """How many frames more should be clean: two batches' worth that can be given up, or soon can, are enough.
+        """How many frames more should be clean: a batch's worth that can be given up, or soon can, is enough.
 
         So a dirty row that is not about to go is left alone, and what is updated often is written seldom.
         """

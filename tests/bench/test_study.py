@@ -19,7 +19,7 @@ from dsa.io.backends.clocks import VirtualTimeLoop
 from dsa.io.backends.device_models import HDD, NVME
 
 TINY = Scale(n_rows=4096, batch_rows=64, warm_steps=3, steps=4)
-DISK = Scale(n_rows=1 << 16, batch_rows=1 << 10, warm_steps=8, steps=8)
+DISK = Scale(n_rows=1 << 17, batch_rows=1 << 10, warm_steps=8, steps=8)
 
 
 @pytest.mark.parametrize("device", ["nvme", "sata", "hdd", "network"])

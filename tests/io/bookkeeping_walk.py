@@ -93,7 +93,7 @@ class Walk:
         held_batches: int | None = None,
         known_batches: int = 5,
         known_rows: int = 30,
-        dirty_share: float = 0.25,
+        dirty_share: float | None = 0.25,
         rows_per_fill: int = 2,
     ) -> None:
         self.window = Window(known_batches, known_rows)
@@ -418,6 +418,9 @@ class Walk:
                     np.add.at(pins, piece.frames[piece.frames >= 0], 1)
         expect((pins == arena.pins).all(), f"pins are {arena.pins}, the pieces hold {pins}")
         expect(arena.pinned == np.count_nonzero(pins), f"{arena.pinned} pinned, counted {np.count_nonzero(pins)}")
+        for table in range(len(arena.frame_of)):
+            idle = np.count_nonzero((arena.flags & DIRTY > 0) & (arena.pins == 0) & (arena.table_of == table))
+            expect(idle == arena.idle_dirty[table], f"{idle} dirty without a pin, counted {arena.idle_dirty}")
         if not batches:
             expect(not arena.pins.any(), f"nothing is announced, no step runs, pins are {arena.pins}")
         flags = arena.flags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,10 @@ class Moves(RuleBasedStateMachine):
     @initialize(
         eager=st.booleans(),
         held=st.sampled_from([None, 0, 1, 3]),
-        share=st.sampled_from([0.0, 0.25, 1.0]),
+        share=st.sampled_from([None, 0.0, 0.25, 1.0]),
         frames=st.sampled_from([(6, 3), (2, 1), (14, 4), (40, 40)]),
     )
-    def make(self, eager: bool, held: int | None, share: float, frames: tuple[int, int]) -> None:
+    def make(self, eager: bool, held: int | None, share: float | None, frames: tuple[int, int]) -> None:
         self.world = Walk(ROWS, frames, held_batches=held, dirty_share=share)
         if eager:
             self.world.clean_eagerly()
@@ -134,6 +135,13 @@ TestMoves.settings = settings(
 def run_step(world: Walk, rows: list[int]) -> None:
     world.begin({0: rows})
     world.settle()
+
+
+def update(world: Walk, rows_by_table: dict[int, Iterable[int]]) -> None:
+    """A step; nothing else moves."""
+    world.begin({table: list(rows) for table, rows in rows_by_table.items()})
+    while world.books.step is not None:
+        world.work()
 
 
 def pinned(world: Walk) -> int:
@@ -263,6 +271,49 @@ def test_dirty_frames_are_written_from_the_share_on_and_never_below() -> None:
     while world.books.step is not None:
         world.work()
     assert world.next_write()
+
+
+def test_without_a_share_only_what_a_batch_may_need_is_written_and_only_in_whole_segments() -> None:
+    world = Walk((40,), (16, 1), dirty_share=None, held_batches=0)
+    arena = world.books.arenas[0]
+    for first in (0, 4):
+        update(world, {0: range(first, first + 4)})
+    assert (int(arena.idle_dirty[0]), arena.short_of()) == (8, 4 - 8)
+    assert not world.next_write()  # eight frames were never used, and a batch brings four
+    update(world, {0: range(8, 12)})
+    update(world, {0: range(12, 15)})
+    assert arena.short_of() == 3 - 1
+    assert world.next_write()  # one segment of three: with it there are enough
+    assert arena.short_of() == -1
+    assert not world.next_write()
+
+
+def test_without_a_share_nothing_is_written_where_every_row_has_a_frame() -> None:
+    world = Walk((12,), (12, 1), dirty_share=None)
+    for _ in range(3):
+        update(world, {0: range(12)})
+    assert world.books.dirty_frames() == 12
+    assert not world.next_write()
+    assert world.books.next_write(None, idle=True) is not None  # but while the disk has nothing to do
+
+
+def test_less_than_a_segment_is_written_for_who_waits_and_no_more_than_is_wanted() -> None:
+    world = Walk((12,), (4, 1), dirty_share=None)
+    update(world, {0: [0, 1]})
+    world.begin({0: [4, 5, 6]})
+    assert not world.books.bring()
+    assert world.books.frames_wanted == 1
+    assert world.next_write()
+    assert len(world.writes[0].job.frames) == 2
+    assert not world.next_write()
+
+
+def test_the_table_with_the_most_idle_dirty_frames_is_written_first() -> None:
+    world = Walk((12, 6, 4), (12, 1), dirty_share=0.0)
+    update(world, {0: range(4), 1: range(2)})
+    for expected in (0, 1, 0):
+        assert world.next_write()
+        assert world.writes[-1].job.table.number == expected
 
 
 def test_a_segment_of_void_records_is_free_again() -> None:

@@ -237,3 +237,12 @@ def test_the_log_stays_within_twice_its_live_records_however_long() -> None:
         segments.reads_ended(ticket)
     live_segments = n_rows / SLOTS
     assert len(segments) <= 2 * live_segments + 8
+
+
+@pytest.mark.parametrize(("segment_bytes", "most"), [(8192, 8), (3 << 20, 4), (64 << 20, 2)])
+def test_as_many_are_cleaned_at_once_as_fit_in_memory(segment_bytes: int, most: int) -> None:
+    layout = SegmentLayout(1024, 16, 4, segment_bytes)
+    segments = Segments(layout, np.full(20, NEVER_WRITTEN, np.int32), np.zeros(20, np.uint32))
+    for row in range(12):
+        write(segments, row)  # a record each: all of them would fit one segment
+    assert segments.choose_victims() == list(range(most))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsa.errors import ClosedError
-from dsa.io.backends.iothreads import IOThreads, ended
+from dsa.io.backends.iothreads import IOThreads, done, ended
 
 PATIENCE_S = 30.0
 
@@ -109,6 +109,70 @@ async def test_a_cancelled_wait_ends_with_the_work_and_names_its_failure() -> No
     causes = [caught.value, caught.value.__context__, caught.value.__cause__]
     assert any(isinstance(error and error.__cause__, OSError) or isinstance(error, OSError) for error in causes)
     threads.shut_down(PATIENCE_S)
+
+
+async def test_started_work_settles_a_future_of_the_loop() -> None:
+    threads = IOThreads("t", 1)
+    assert await threads.start(int, "7") == 7
+    with pytest.raises(ValueError, match="invalid literal"):
+        await threads.start(int, "x")
+    waiting = asyncio.ensure_future(ended(threads.start(int, "8")))
+    assert await waiting == 8
+    threads.shut_down(PATIENCE_S)
+    with pytest.raises(ClosedError):
+        threads.start(int)
+
+
+async def test_started_work_that_nobody_waits_for_any_more_is_done_all_the_same() -> None:
+    threads = IOThreads("t", 1)
+    gate, reached = threading.Event(), threading.Event()
+
+    def work() -> None:
+        gate.wait(PATIENCE_S)
+        reached.set()
+
+    future = threads.start(work)
+    future.cancel()
+    gate.set()
+    assert threads.shut_down(PATIENCE_S) == []
+    assert reached.is_set()
+    await asyncio.sleep(0)
+    assert future.cancelled()
+
+
+def test_started_work_outlives_its_loop() -> None:
+    threads = IOThreads("t", 1)
+    gate, reached = threading.Event(), threading.Event()
+
+    def work() -> None:
+        gate.wait(PATIENCE_S)
+        reached.set()
+
+    async def begin() -> None:
+        threads.start(work)
+
+    asyncio.run(begin())
+    gate.set()
+    assert threads.shut_down(PATIENCE_S) == []
+    assert reached.is_set()
+
+
+async def test_a_wait_ends_with_the_work_or_the_time_and_leaves_the_work_alone() -> None:
+    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    await done(work, 0.001)
+    assert not work.done()
+    waiting = asyncio.ensure_future(done(work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not work.done()
+    waiting = asyncio.ensure_future(done(work, PATIENCE_S))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    work.set_exception(OSError(5, "broken"))
+    await waiting
+    assert isinstance(work.exception(), OSError)
 
 
 def test_a_stuck_thread_does_not_keep_the_interpreter_from_its_end() -> None:
