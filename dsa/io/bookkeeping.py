@@ -175,7 +175,7 @@ class Bookkeeping:
         piece.open()
         missing = arena.pin_resident(table.arena_table, piece.rows, piece.frames)
         piece.unframed = missing
-        if first:
+        if first and (missing or batch.kind is not Kind.STEP):  # what was announced for a step has brought its rows
             arena.brings(table.arena_table, missing)
         if not missing:
             return

@@ -288,6 +288,18 @@ def test_without_a_share_only_what_a_batch_may_need_is_written_and_only_in_whole
     assert not world.next_write()
 
 
+def test_what_an_announced_batch_brought_in_tells_of_the_next_and_the_step_itself_nothing() -> None:
+    world = Walk((40,), (16, 1), dirty_share=None)
+    arena = world.books.arenas[0]
+    world.announce(Kind.ANNOUNCED, {0: list(range(6))})
+    fill_all(world)
+    update(world, {0: range(6)})
+    assert arena.short_of() == 6 - (16 - 6)
+    for first in (8, 12):
+        update(world, {0: range(first, first + 4)})
+    assert arena.short_of() == 4 - (16 - 14)
+
+
 def test_without_a_share_nothing_is_written_where_every_row_has_a_frame() -> None:
     world = Walk((12,), (12, 1), dirty_share=None)
     for _ in range(3):
