@@ -89,7 +89,7 @@ class IOThreads(Executor):
         return future
 
     def start(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> asyncio.Future[_T]:
-        """As `submit`, for a coroutine that waits in the running loop: with half as much work for the interpreter.
+        """As `submit`, for a coroutine that waits in the running loop, and with less work for the interpreter.
 
         Raises:
             ClosedError, ForkedError: as `submit`.
@@ -187,7 +187,7 @@ async def ended(work: asyncio.Future[_T] | Future[_T]) -> _T:
 async def done(work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Wait until the work has ended, whatever its outcome, or the time is up; a cancellation leaves it alone.
 
-    What `asyncio.wait` does for one future, at a third of the cost.
+    What `asyncio.wait` does, for one future and with less work.
     """
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
