@@ -18,7 +18,7 @@ from dsa.io.eviction import DIRTY, FILLING, LEASED, WRITING, Policy
 from dsa.io.segments import Segments
 from dsa.io.window import Batch, Kind, Window
 
-SEEDS, MORE_SEEDS = range(12), range(100)
+SEEDS, MORE_SEEDS = range(12), range(50, 80)
 MOVES = 300
 TakeOut = Callable[[pytest.MonkeyPatch], None]
 
