@@ -38,7 +38,7 @@ from bench.device_files import ReadCheck, find_counter, read_sectors
 from bench.device_fio import NoFio
 from bench.step_samples import as_json
 from bench.step_scale import FULL, QUICK, Scale
-from bench.step_stages import Stages
+from bench.step_stages import STAGES, Stages
 from dsa.errors import DsaError
 
 README_BLOCK = "bench.step"
@@ -93,7 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="PREFIX", help="draw PREFIX-cache.png, -rows.png, -parts.png")
     parser.add_argument("--dir", type=Path, default=Path(), help="where the files go: on the disk to be measured")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage (may be given again)")
     chosen = parser.parse_args(arguments)
+    if chosen.readme and chosen.stage:
+        parser.error("--readme needs all stages")
     for option in (chosen.json, chosen.picture):
         if option is not None and not option.parent.is_dir():
             parser.error(f"there is no directory {option.parent}")
@@ -102,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)
     before = signal.signal(signal.SIGTERM, _terminate)  # so that the files are removed then, too
     try:
-        stages, found = measure(QUICK if chosen.quick else FULL, chosen.dir.resolve(), console)
+        stages, found = measure(
+            QUICK if chosen.quick else FULL, chosen.dir.resolve(), console, only=chosen.stage or STAGES
+        )
     except KeyboardInterrupt:
         console.print("interrupted; the files are removed")
         return 130

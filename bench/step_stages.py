@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +41,7 @@ from dsa.io.cache_budget import available_bytes
 from dsa.io.layout import round_up
 from dsa.optim.lookahead import MOST_AHEAD
 
+STAGES = ("cached", "alone", "hidden", "limited", "large")
 _CACHED_DEPTH = 4
 _BEYOND = MOST_AHEAD + 16  # batches that lookahead may want after the last step
 
@@ -54,6 +55,7 @@ class Stages:
         tell: told what is going on.
         backend: of DSA.
         shared_memory: where weights are put that no memory cgroup is to count.
+        only: these stages.
     """
 
     scale: Scale
@@ -62,6 +64,7 @@ class Stages:
     tell: Callable[[str], None] = lambda message: None
     backend: str = "auto"
     shared_memory: Path = Path("/dev/shm")
+    only: Collection[str] = STAGES
     cases: list[StepCase] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     fixed_step_s: dict[str, Sequence[float]] = field(default_factory=dict)
@@ -76,15 +79,18 @@ class Stages:
             NoFio: fio failed that had worked.
         """
         self._find_fio()
-        for rows, distributions in self.scale.cached:
-            self.cached(rows, distributions)
-        for rows, caches, distributions in self.scale.alone:
-            self.alone(rows, caches, distributions)
-        for distribution in ("zipf 0.9", "zipf 1.1"):
-            self.hidden(distribution)
-        self.limited()
-        for rows, in_use in self.scale.large:
-            self.large(rows, in_use)
+        scale = self.scale
+        stages: dict[str, list[Callable[[], None]]] = {
+            "cached": [partial(self.cached, rows, distributions) for rows, distributions in scale.cached],
+            "alone": [partial(self.alone, *chosen) for chosen in scale.alone],
+            "hidden": [partial(self.hidden, distribution) for distribution in ("zipf 0.9", "zipf 1.1")],
+            "limited": [self.limited],
+            "large": [partial(self.large, rows, in_use) for rows, in_use in scale.large],
+        }
+        for name in STAGES:
+            if name in self.only:
+                for stage in stages[name]:
+                    stage()
 
     @property
     def fixed(self) -> dict[str, object]:

@@ -509,6 +509,18 @@ def test_the_command_line_writes_what_it_is_asked_for(
     }
 
 
+def test_one_stage_alone_finds_its_ratios_and_changes_no_page(
+    everything: tuple[FakeFio, FakeLimit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "QUICK", SMALLEST)
+    arguments = ["--quick", "--dir", str(tmp_path), "--json", str(tmp_path / "found.json"), "--stage", "alone"]
+    assert step.main(arguments) == 0
+    ratios = json.loads((tmp_path / "found.json").read_text())["ratios"]
+    assert [name for name, value in ratios.items() if value is not None] == ["uniform_vs_fio_reads"]
+    with pytest.raises(SystemExit, match="2"):
+        step.main([*arguments, "--readme"])
+
+
 @pytest.mark.parametrize("option", ["--json", "--picture", "--dir"])
 def test_a_place_that_is_missing_is_refused_first(option: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
