@@ -17,8 +17,7 @@ from dsa.io.eviction import FILLING, FREE, LEASED, Policy
 NO_FRAME = -1
 DONE_FRAME = -2
 RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed, or chose it
-_SPARE_BATCHES = 1
-_FADE = 4
+_FADE = 4  # a batch that needs fewer frames than those before takes a quarter off
 _LEAST_COLD = 512  # the policy looks through as many frames for these as for fewer
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
@@ -274,7 +273,7 @@ class Arena:
         So a dirty row that is not about to go is left alone, and what is updated often is written seldom.
         """
         there = self.n_frames - self.pinned - int(self.idle_dirty.sum()) + sum(self.writing)
-        return _SPARE_BATCHES * sum(self._brought) - there
+        return sum(self._brought) - there
 
     def pin_resident(self, table: int, rows: Rows, frames: Frames) -> int:
         """Pin those of `rows` that have a frame, note it in `frames`; how many have none."""
