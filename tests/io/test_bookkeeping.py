@@ -320,6 +320,16 @@ def test_less_than_a_segment_is_written_for_who_waits_and_no_more_than_is_wanted
     assert not world.next_write()
 
 
+def test_who_waits_for_one_frame_has_one_segment_written_for_it_and_not_all() -> None:
+    world = Walk((20,), (8, 1), dirty_share=1.0)
+    update(world, {0: range(6)})
+    world.begin({0: [6, 7, 8]})
+    assert not world.books.bring()
+    assert world.books.frames_wanted == 1
+    assert world.next_write()
+    assert not world.next_write()
+
+
 def test_the_table_with_the_most_idle_dirty_frames_is_written_first() -> None:
     world = Walk((12, 6, 4), (12, 1), dirty_share=0.0)
     update(world, {0: range(4), 1: range(2)})
