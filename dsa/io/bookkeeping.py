@@ -330,8 +330,9 @@ class Bookkeeping:
         table = self.tables[piece.table]
         frames = piece.frames[positions]
         if self._running().lasting:
-            table.arena.end_lease(frames)
-        table.arena.unpin(frames)
+            table.arena.end_step(frames)
+        else:
+            table.arena.unpin(frames)
         piece.finish(positions)
 
     def end_step(self) -> None:
@@ -341,9 +342,7 @@ class Bookkeeping:
         self.frames_wanted = 0
         for piece in step.batch.pieces:
             if piece.held:
-                table = self.tables[piece.table]
-                table.arena.end_lease(piece.frames[piece.frames >= 0])
-                table.arena.unpin(piece.frames)
+                self.tables[piece.table].arena.end_step(piece.frames)
                 piece.forget_frames()
         if step.lasting:
             self.tally.steps += 1
@@ -356,16 +355,22 @@ class Bookkeeping:
 
     # Who has something to do.
 
-    def roused(self, dirty_share: float | None) -> tuple[bool, bool]:
-        """Whether bringing, and whether writing, would find something now that had found nothing when last asked.
+    def bring_roused(self) -> bool:
+        """Whether `next_fill` would find something now that had found nothing when last asked.
 
-        Each says yes once; whoever asks sees to it that `next_fill` or `next_write` is called.
+        Says yes once; whoever asks sees to it that it is called.
         """
-        bring = self.bringing_rests and self._may_bring()
-        write = self.writing_rests and self._may_write(dirty_share)
-        self.bringing_rests = self.bringing_rests and not bring
-        self.writing_rests = self.writing_rests and not write
-        return bring, write
+        if not self.bringing_rests or not self._may_bring():
+            return False
+        self.bringing_rests = False
+        return True
+
+    def write_roused(self, dirty_share: float | None) -> bool:
+        """Likewise for `next_write`."""
+        if not self.writing_rests or not self._may_write(dirty_share):
+            return False
+        self.writing_rests = False
+        return True
 
     def _may_bring(self) -> bool:
         if self._queued() is not None:
@@ -389,7 +394,8 @@ class Bookkeeping:
             return True
         if dirty_share is not None:
             return sum(arena.dirty) > dirty_share * arena.n_frames
-        return left >= table.layout.slots and not arena.roomy and arena.short_of() > 0
+        slots = table.layout.slots
+        return left >= slots and not arena.roomy and arena.wants_writing(number, slots)
 
     def _idle_dirty(self, table: Table) -> int:
         """Dirty frames of the table that nobody pins and that are not being written (or a few less)."""
@@ -410,7 +416,9 @@ class Bookkeeping:
     def _next_write(self, dirty_share: float | None, idle: bool) -> WriteJob | None:
         if self.frozen:
             return None
-        for table in sorted(self.tables, key=self._idle_dirty, reverse=True):
+        if dirty_share is None and not self.draining:
+            self._look()
+        for table in sorted(self.tables, key=self._precedence, reverse=True):
             arena = table.arena
             left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
             if not self._writes_due(table, dirty_share) and not (idle and left >= table.layout.slots):
@@ -430,6 +438,15 @@ class Bookkeeping:
             checks = np.zeros(len(frames), np.uint32)
             return WriteJob(table, segment, frames, rows, arena.version[frames], checks, self.draining)
         return None
+
+    def _look(self) -> None:
+        self._retire()
+        for table in self.tables:
+            if not table.arena.roomy and self._idle_dirty(table) >= table.layout.slots:
+                table.arena.look(table.arena_table, table.layout.slots)
+
+    def _precedence(self, table: Table) -> tuple[int, int]:
+        return table.arena.overdue(table.arena_table), self._idle_dirty(table)
 
     def copied(self, job: WriteJob) -> None:
         """The frames were copied to the segment's buffer: what a lease may have overlapped is void (rule 7)."""

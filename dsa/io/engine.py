@@ -150,7 +150,7 @@ class Engine:
         with pipeline.access as books:
             pipeline.settle_ended_locked(books)
             ticket = books.announce(kind, rows_by_table).sequence
-            pipeline.moved_on_locked(books)
+            pipeline.moved_on_locked(books, stepped=False)
         return ticket
 
     def hand_out(self, ticket: int) -> None:
@@ -159,7 +159,7 @@ class Engine:
         with pipeline.access as books:
             pipeline.settle_ended_locked(books)
             books.hand_out(ticket)
-            pipeline.moved_on_locked(books)
+            pipeline.moved_on_locked(books, stepped=False)
 
     def end(self, ticket: int) -> None:
         """End a batch without a step; takes no lock and never raises."""

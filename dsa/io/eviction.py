@@ -37,6 +37,9 @@ _LOOK = 32  # frames looked at for each victim
 _LEAST_LOOK = 1 << 14
 _UNKNOWN = np.int32(-1)
 _SEQUENCE_BITS = 0x7FFFFFFF
+NOBODY = 1 << 40
+"""Beyond the key of every frame."""
+_ANYWHERE: NDArray[np.int16] = np.zeros(0, np.int16)  # no table in particular
 
 
 def _bumps() -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
@@ -158,9 +161,15 @@ class Policy:
         Returns:
             int32, at most `count` frames. They stay candidates until their flags or pins say otherwise.
         """
-        anywhere = np.zeros(0, np.int16)
-        chosen, self._hand = self._coldest(count, self._hand, flags, BARRED, 0, pins, anywhere, -1)
+        chosen, self._hand, _ = self._coldest(count, self._hand, flags, BARRED, 0, pins, _ANYWHERE, -1)
         return chosen
+
+    def worst_victim(self, count: int, flags: NDArray[np.uint8], pins: NDArray[np.int32]) -> int:
+        """The key of the last of so many frames that `victims` would give up now: the more, the greater the loss.
+
+        NOBODY where there are fewer; nothing is given up, the hand stays where it is.
+        """
+        return self._coldest(count, self._hand, flags, BARRED, 0, pins, _ANYWHERE, -1)[2]
 
     def cold_dirty(
         self,
@@ -179,10 +188,21 @@ class Policy:
             pins: None: pinned ones too.
             table_of: the table of each frame.
         """
-        chosen, self._writing_hand = self._coldest(
-            count, self._writing_hand, flags, BARRED, DIRTY, pins, table_of, table
-        )
-        return chosen
+        return self.colder_than(count, NOBODY, flags, pins, table_of, table)
+
+    def colder_than(
+        self,
+        count: int,
+        key: int,
+        flags: NDArray[np.uint8],
+        pins: NDArray[np.int32] | None,
+        table_of: NDArray[np.int16],
+        table: int,
+    ) -> NDArray[np.int32]:
+        """As `cold_dirty`, but none where even the last one's key is not below `key` (as `worst_victim` tells)."""
+        hand = self._writing_hand
+        chosen, self._writing_hand, last = self._coldest(count, hand, flags, BARRED, DIRTY, pins, table_of, table)
+        return chosen if key == NOBODY or last < key else chosen[:0]
 
     def _coldest(
         self,
@@ -194,14 +214,14 @@ class Policy:
         pins: NDArray[np.int32] | None,
         table_of: NDArray[np.int16],
         table: int,
-    ) -> tuple[NDArray[np.int32], int]:
-        count = min(count, self.n_frames)
+    ) -> tuple[NDArray[np.int32], int, int]:
+        """The frames, best first; where the hand is then; and the key of the last one (NOBODY: there are fewer)."""
         if count <= 0:
-            return np.zeros(0, np.int32), hand
+            return np.zeros(0, np.int32), hand, -1
         oldest = min((f.oldest for f in self._foresights if f.oldest is not None), default=0)
         newest = max((f.newest for f in self._foresights if f.newest is not None), default=-1)
         look = min(self.n_frames, max(_LEAST_LOOK, _LOOK * count))
-        chosen, hand = _choose(
+        chosen, hand, last = _choose(
             count,
             look,
             hand,
@@ -216,7 +236,7 @@ class Policy:
             oldest & _SEQUENCE_BITS,
             newest - oldest + 1,
         )
-        return chosen, int(hand)
+        return chosen, int(hand), int(last)
 
     @property
     def roomy(self) -> bool:
@@ -297,8 +317,10 @@ def _choose(
     frame_due: NDArray[np.int32],
     oldest: int,
     span: int,
-) -> tuple[NDArray[np.int32], int]:
+) -> tuple[NDArray[np.int32], int, int]:
     """The best `count` of the frames behind the hand: `look` of them, and as many more as it takes.
+
+    Also where the hand is then, and the key of the last one; NOBODY where there are fewer.
 
     Only frames with the `wanted` of the flags in `mask`, without a pin (where `pins` are given), and of `table` (where
     it is not -1).
@@ -332,8 +354,11 @@ def _choose(
         seen += 1
     # From here on tally[key] is the place of the next frame with that key.
     place = 0
+    last = NOBODY
     for key in range(len(tally)):
         here = tally[key]
+        if place < count <= place + here:
+            last = key
         tally[key] = place
         place += here
     chosen = np.empty(min(count, found), np.int32)
@@ -342,4 +367,4 @@ def _choose(
         if place < len(chosen):
             chosen[place] = candidates[i]
             tally[keys[i]] = place + 1
-    return chosen, frame
+    return chosen, frame, last

@@ -130,19 +130,21 @@ class Pipeline:
         """Seconds, so far, in which nothing was being brought in."""
         return self._prefetch.idle_s
 
-    def moved_on_locked(self, books: Bookkeeping) -> None:
+    def moved_on_locked(self, books: Bookkeeping, *, stepped: bool = True) -> None:
         """Training has moved on: wake the tasks that have something to do now. The caller holds the lock.
 
         A task that is woken for nothing costs the training thread as much time as it takes, for it holds the GIL.
+
+        Args:
+            stepped: a step has ended; else a batch was announced or handed out, of which no frame becomes dirty.
         """
         self._writebehind.calls += 1
-        self._rouse_locked(books)
+        self._rouse_locked(books, write_too=stepped)
 
-    def _rouse_locked(self, books: Bookkeeping) -> None:
-        bring, write = books.roused(self.config.dirty_share)
-        if bring:
+    def _rouse_locked(self, books: Bookkeeping, *, write_too: bool = True) -> None:
+        if books.bring_roused():
             self.loop.call_soon(self._prefetch.wanted.set)
-        if write:
+        if write_too and books.write_roused(self.config.dirty_share):
             self.loop.call_soon(self._writebehind.wanted.set)
         for staging in self.stagings:
             staging.wake()

@@ -32,6 +32,7 @@ class Prefetch:
         self._frames_wanted = frames_wanted
         self._latch = latch
         self._running: set[asyncio.Task[None]] = set()
+        self._full = False  # what there is to begin was not asked for, since enough was running
         self._idle_s = 0.0
         self._clock = clock
         self._idle_since: float | None = clock()
@@ -46,11 +47,13 @@ class Prefetch:
         """Until cancelled: begin what can be begun, then wait to be woken."""
         while True:
             self.wanted.clear()
+            self._full = True
             while len(self._running) < JOBS_IN_FLIGHT:
                 job, short = self._next()
                 if short:
                     self._frames_wanted()
                 if job is None:
+                    self._full = False
                     break
                 if self._idle_since is not None:
                     self._idle_s += self._clock() - self._idle_since
@@ -58,8 +61,6 @@ class Prefetch:
                 task = asyncio.create_task(self._bring(job))
                 self._running.add(task)
                 task.add_done_callback(self._done)
-            if not self._running and self._idle_since is None:
-                self._idle_since = self._clock()
             await self.wanted.wait()
 
     def _next(self) -> tuple[FillJob | None, bool]:
@@ -76,7 +77,10 @@ class Prefetch:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        self.wanted.set()
+        if not self._running:
+            self._idle_since = self._clock()
+        if self._full:
+            self.wanted.set()
 
 
 def _next(books: Bookkeeping) -> tuple[FillJob | None, bool]:

@@ -18,6 +18,8 @@ from dsa.optim.sorting import Sorted
 
 MOST_LOOK_UPS = 1 << 19
 """In all batches that wait for their turn: of so many the order is kept, 16 bytes each; others are sorted again."""
+_USELESS_STEPS = 4
+_TRIED_AGAIN = 256  # one announcement in so many
 _JUDGED_STEPS = 10
 _LEAST_SHARE = 0.9
 
@@ -108,11 +110,13 @@ class Announcer:
         self.tables = tables
         self.handed_out: dict[int, Sorted] = {}  # the look-ups of the batch handed out last, by table
         self._sorted: dict[int, tuple[int, dict[int, Sorted]]] = {}  # by ticket, with their number
+        self._useless: dict[int, int] = {}  # by table: gradients in a row that had another order
+        self._announced = 0
         self._engine = engine
 
     def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
         self._engine.check_open()
-        found = resolve_sorted(rows, self.tables)
+        found = resolve_sorted(rows, self.tables, self._unordered())
         ticket = self._engine.announce(Kind.AHEAD, {number: batch.rows for number, batch in found.items()})
         look_ups = sum(len(batch.order) for batch in found.values())
         if ticket and look_ups + sum(kept for kept, _ in list(self._sorted.values())) <= MOST_LOOK_UPS:
@@ -122,6 +126,20 @@ class Announcer:
     def hand_out(self, ticket: int) -> None:
         _, self.handed_out = self._sorted.pop(ticket, (0, {}))
         self._engine.hand_out(ticket)
+
+    def order_was_of_use(self, table: int, of_use: bool) -> None:
+        """Whether a gradient had the look-ups of the batch handed out, in their order.
+
+        Where a table is looked up several times in a step it never has: torch merges such gradients. To find the order
+        takes most of the time of an announcement, so after some such steps it is tried now and then only.
+        """
+        self._useless[table] = 0 if of_use else self._useless.get(table, 0) + 1
+
+    def _unordered(self) -> set[int]:
+        self._announced += 1
+        if self._announced % _TRIED_AGAIN == 0:
+            return set()
+        return {table for table, steps in self._useless.items() if steps >= _USELESS_STEPS}
 
     def end(self, ticket: int) -> None:
         self._sorted.pop(ticket, None)  # one instruction: this may come out of a garbage collection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -114,9 +114,12 @@ def resolve(announcement: Mapping[Key, Rows], tables: TableDirectory) -> RowSets
 
 
 def resolve_sorted(
-    announcement: Mapping[Key, Rows] | Mapping[str, Sorted], tables: TableDirectory
+    announcement: Mapping[Key, Rows] | Mapping[str, Sorted], tables: TableDirectory, unordered: Container[int] = ()
 ) -> dict[int, Sorted]:
     """As `resolve`, with the order of the look-ups besides; what a loader's worker has sorted is only checked.
+
+    Args:
+        unordered: tables whose order is of no use to anybody, and costs most of the time.
 
     Raises:
         ConfigError, UsageError: as `resolve`.
@@ -131,7 +134,9 @@ def resolve_sorted(
         else:
             given[key] = rows
     looked_up = united(given if isinstance(announcement, Mapping) else announcement, tables)
-    return found | {number: sort(_as_tensor(rows)) for number, rows in looked_up.items()}
+    for number, rows in looked_up.items():
+        found[number] = Sorted.of_rows(sorted_unique(rows)) if number in unordered else sort(_as_tensor(rows))
+    return found
 
 
 def united(announcement: Mapping[Key, Rows], tables: TableDirectory) -> RowSets:

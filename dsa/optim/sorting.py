@@ -35,6 +35,17 @@ class Sorted:
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
 
+    @staticmethod
+    def of_rows(rows: NDArray[np.int64]) -> Sorted:
+        """The distinct rows alone, ascending: the order of the look-ups is not known."""
+        nothing = np.empty(0, np.int64)
+        return Sorted(rows, nothing, nothing)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of the look-ups is known."""
+        return len(self.order) > 0
+
     def is_of(self, looked_up: Tensor) -> bool:
         """Whether these are the very look-ups (int64 [n], contiguous, on the host), each at its place.
 
@@ -42,7 +53,7 @@ class Sorted:
         """
         count = looked_up.shape[0]
         if count != len(self.order) or count == 0:
-            return count == len(self.order)
+            return count == len(self.order) == len(self.rows)
         cells = np.zeros(_CELLS, np.int64)
         cells[_LOOKED_UP], cells[_COUNT] = looked_up.data_ptr(), len(self.rows)
         cells[_ORDER], cells[_STARTS], cells[_ROWS] = map(address_of_own, (self.order, self.starts, self.rows))

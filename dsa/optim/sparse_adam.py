@@ -233,7 +233,7 @@ class DiskSparseAdam(Optimizer):
     def _gradients(self) -> tuple[dict[int, tuple[dict[str, Any], SparseGradient]], dict[int, NDArray[np.int64]]]:
         """By table number, for the parameters that have a gradient: group and gradient, and its rows on the host."""
         found = []
-        handed_out = self._books.announcer.handed_out
+        announcer = self._books.announcer
         for group in self.param_groups:
             for param in group["params"]:
                 table = self._books.tables.of_parameter(param)
@@ -243,10 +243,14 @@ class DiskSparseAdam(Optimizer):
                         "add it through that"
                     )
                 parameters.check_unchanged(self._books.engine.spec_of(table.number), param)
-                announced = handed_out.get(table.number)
+                announced = announcer.handed_out.get(table.number)
                 gradient = unique_rows(table.name, param, bool(group.get("maximize", False)), announced)
-                if gradient is not None:
-                    found.append((table, group, gradient))
+                if gradient is None:
+                    continue
+                found.append((table, group, gradient))
+                if announced is not None and announced.ordered:
+                    runs = gradient.runs
+                    announcer.order_was_of_use(table.number, runs is not None and runs.order is announced.order)
         gradients.await_host(table.parameter for table, _, _ in found)
         work, rows = {}, {}
         for table, group, gradient in found:

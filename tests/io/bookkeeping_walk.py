@@ -150,7 +150,8 @@ class Walk:
         """Training has moved on: a task that rests and is not told of it would find nothing to do."""
         self.check()
         books = self.books
-        books.roused(self.dirty_share)
+        books.bring_roused()
+        books.write_roused(self.dirty_share)
         if books.bringing_rests:
             expect(not self.next_fill(), "there was something to bring in, and nobody was told")
         if books.writing_rests:

@@ -148,6 +148,14 @@ def pinned(world: Walk) -> int:
     return world.books.arenas[0].pinned
 
 
+def write_all(world: Walk) -> None:
+    """What a checkpoint does with dirty frames."""
+    world.books.draining = True
+    world.settle()
+    world.books.draining = False
+    assert world.books.dirty_frames() == 0
+
+
 def fill_all(world: Walk) -> list[Any]:
     jobs = []
     while world.next_fill():
@@ -278,26 +286,43 @@ def test_without_a_share_only_what_a_batch_may_need_is_written_and_only_in_whole
     arena = world.books.arenas[0]
     for first in (0, 4):
         update(world, {0: range(first, first + 4)})
-    assert (int(arena.idle_dirty[0]), arena.short_of()) == (8, 4 - 8)
+    assert int(arena.idle_dirty[0]) == 8
     assert not world.next_write()  # eight frames were never used, and a batch brings four
+    assert not arena.wants_writing(0, 3)
     update(world, {0: range(8, 12)})
     update(world, {0: range(12, 15)})
-    assert arena.short_of() == 3 - 1
+    assert arena.wants_writing(0, 3)  # a batch brings three, one was never used
     assert world.next_write()  # one segment of three: with it there are enough
-    assert arena.short_of() == -1
+    assert not arena.wants_writing(0, 3)
     assert not world.next_write()
 
 
 def test_what_an_announced_batch_brought_in_tells_of_the_next_and_the_step_itself_nothing() -> None:
-    world = Walk((40,), (16, 1), dirty_share=None)
-    arena = world.books.arenas[0]
-    world.announce(Kind.ANNOUNCED, {0: list(range(6))})
+    world = Walk((60,), (26, 1), dirty_share=None)
+    world.announce(Kind.ANNOUNCED, {0: list(range(12))})
     fill_all(world)
-    update(world, {0: range(6)})
-    assert arena.short_of() == 6 - (16 - 6)
-    for first in (8, 12):
-        update(world, {0: range(first, first + 4)})
-    assert arena.short_of() == 4 - (16 - 14)
+    update(world, {0: range(12)})
+    assert not world.next_write()  # a batch brings twelve in, fourteen are free
+    update(world, {0: range(12, 16)})  # nine are remembered
+    assert not world.next_write()
+    update(world, {0: range(16, 20)})  # seven
+    assert world.next_write()
+
+
+def test_after_a_checkpoint_rows_that_were_updated_and_go_first_are_written_although_others_are_clean() -> None:
+    world = Walk((200,), (60, 1), dirty_share=None)
+    for first in range(0, 60, 10):
+        update(world, {0: range(first, first + 10)})
+    write_all(world)
+    for _ in range(4):
+        update(world, {0: range(54)})  # of use, and due again
+    world.announce(Kind.ANNOUNCED, {0: list(range(54))})
+    world.announce(Kind.ANNOUNCED, {0: list(range(54))})
+    write_all(world)
+    update(world, {0: range(100, 106)})  # uses up one of them; six clean frames go
+    assert world.books.dirty_frames() == 6
+    assert world.next_write()  # of those six, before more of the fifty-four go
+    assert set(world.writes[0].job.rows.tolist()) <= set(range(100, 106))
 
 
 def test_without_a_share_nothing_is_written_where_every_row_has_a_frame() -> None:

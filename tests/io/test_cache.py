@@ -269,3 +269,67 @@ def test_frames_can_be_seen_as_numbers(arena: Arena) -> None:
     arena.moments(np.float32)[2, 1] = 1.5
     assert arena.memory[2].view(np.float32).tolist() == [0.0, 1.5, 0.0, 0.0]
     assert arena.moments(np.float64).shape == (4, 2)
+
+
+def after_a_checkpoint(n_frames: int) -> Arena:
+    """A full arena of clean rows that the next batches touch; twelve of them are updated and dirty again."""
+    arena = Arena(np.zeros((n_frames, 16), np.uint8))
+    arena.add_table(np.full(10 * n_frames, NO_FRAME, np.int32))
+    every = np.arange(n_frames)
+    arena.unpin(bring(arena, 0, *every))
+    arena.policy.known(0, 1, every, arena.frame_of[0][every])
+    arena.policy.known(0, 2, np.arange(12), arena.frame_of[0][np.arange(12)])
+    arena.policy.ended(0, 1, arena.frame_of[0][every])
+    arena.policy.known(0, 3, np.arange(12, n_frames), arena.frame_of[0][np.arange(12, n_frames)])
+    make_dirty(arena, 0, *range(12))
+    return arena
+
+
+def test_dirty_frames_that_should_go_before_clean_ones_are_found_by_whole_segments() -> None:
+    arena = after_a_checkpoint(40)
+    arena.brings(0, 1)
+    assert not arena.wants_writing(0, 4)
+    arena.brings(0, 1)
+    assert arena.wants_writing(0, 4)  # half a segment of rows has come in: perhaps
+    arena.look(0, 4)
+    assert arena.overdue(0) == 0  # those that are dirty are due before the clean ones
+    assert not arena.wants_writing(0, 4)
+    arena.policy.ended(0, 2, arena.frame_of[0][np.arange(12)])
+    arena.brings(0, 2)
+    arena.look(0, 13)  # there are twelve
+    assert arena.overdue(0) == 0
+    arena.brings(0, 8)
+    assert arena.wants_writing(0, 12)
+    arena.look(0, 12)
+    assert arena.overdue(0) == 12
+    assert arena.wants_writing(0, 12)
+    frames = arena.collect(0, 12, unpinned_only=True)
+    assert sorted(arena.row_of[frames].tolist()) == list(range(12))
+    assert arena.overdue(0) == 0
+    assert not arena.wants_writing(0, 12)
+    arena.brings(0, 8)
+    arena.look(0, 12)
+    arena.reset()
+    assert arena.overdue(0) == 0
+
+
+def test_a_few_rows_of_a_small_table_are_not_looked_for() -> None:
+    arena = after_a_checkpoint(40)
+    arena.add_table(np.full(6, NO_FRAME, np.int32))
+    arena.brings(0, 20)
+    arena.brings(1, 4)
+    assert not arena.wants_writing(1, 2)
+    arena.brings(1, 2)
+    assert arena.wants_writing(1, 2)
+
+
+def test_what_is_being_written_is_as_good_as_clean() -> None:
+    arena = after_a_checkpoint(40)
+    arena.policy.ended(0, 2, arena.frame_of[0][np.arange(12)])
+    arena.brings(0, 4)
+    assert len(arena.collect(0, 4, unpinned_only=True)) == 4
+    arena.look(0, 4)
+    assert arena.overdue(0) == 0  # a batch's worth is on its way
+    arena.brings(0, 5)
+    arena.look(0, 4)
+    assert arena.overdue(0) == 4

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from numpy.typing import NDArray
 
 from dsa.errors import UsageError
-from dsa.io.eviction import BARRED, DIRTY, FILLING, FREE, LEASED, WRITING, Policy
+from dsa.io.eviction import BARRED, DIRTY, FILLING, FREE, LEASED, NOBODY, WRITING, Policy
 
 NONE = np.int32(-1)
 
@@ -299,3 +299,40 @@ def test_rows_and_frames_must_be_as_many() -> None:
     policy.ended(0, 0, np.full(3, NONE))
     with pytest.raises(UsageError, match="batch 0 is not known"):
         policy.ended(0, 0, np.full(3, NONE))
+
+
+def test_cold_dirty_frames_are_told_by_whether_they_should_go_before_clean_ones() -> None:
+    cache = Cache(12, 50)
+    for first in (0, 4, 8):
+        cache.step(0, np.arange(first, first + 4))
+    cache.announce(0, np.arange(6))
+    cache.announce(0, np.arange(6, 12))
+    flags, pins, tables = cache.flags, cache.pins, np.zeros(12, np.int16)
+    soon, late = cache.frame_of[0][:6], cache.frame_of[0][6:12]
+    flags[soon] |= DIRTY
+    worst = cache.policy.worst_victim(3, flags, pins)  # clean, and due late
+    assert worst == cache.policy.worst_victim(6, flags, pins)
+    assert cache.policy.worst_victim(7, flags, pins) == NOBODY
+    assert cache.policy.colder_than(3, worst, flags, pins, tables, 0).tolist() == []
+    assert cache.policy.colder_than(3, NOBODY, flags, pins, tables, 0).tolist() == soon[:3].tolist()
+    flags[soon] ^= DIRTY
+    flags[late] |= DIRTY
+    worst = cache.policy.worst_victim(1, flags, pins)
+    assert cache.policy.colder_than(6, worst, flags, pins, tables, 0).tolist() == late.tolist()
+    assert cache.policy.colder_than(7, worst, flags, pins, tables, 0).tolist() == []  # there are six
+    assert cache.policy.colder_than(3, worst, flags, pins, tables, 1).tolist() == []
+    assert set(cache.victims(2).tolist()) <= set(soon.tolist())
+
+
+def test_looking_at_the_worst_victim_moves_no_hand() -> None:
+    policy = Policy(40_000)
+    policy.add_table(80_000)
+    rows = np.arange(40_000)
+    policy.filled(0, rows, rows.astype(np.int32))
+    flags, pins = np.zeros(40_000, np.uint8), np.zeros(40_000, np.int32)
+    first = Policy(40_000)
+    first.add_table(80_000)
+    first.filled(0, rows, rows.astype(np.int32))
+    assert policy.worst_victim(100, flags, pins) == 0
+    assert policy.worst_victim(0, flags, pins) == -1
+    assert policy.victims(100, flags, pins).tolist() == first.victims(100, flags, pins).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from dsa import collate_with_rows
-from dsa.optim.sorting import sort
+from dsa import DiskSparseAdam, collate_with_rows
+from dsa.optim.sorting import Sorted, sort
 
 
 def a_list_of_rows(batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -69,3 +71,47 @@ def test_a_workers_order_is_the_training_processs_own() -> None:
 
 def _only(samples: list[torch.Tensor]) -> torch.Tensor:
     return samples[0]
+
+
+def test_rows_without_an_order_are_the_order_of_nothing() -> None:
+    found = Sorted.of_rows(np.array([3, 7]))
+    assert not found.ordered
+    assert not found.is_of(torch.tensor([3, 7]))
+    assert not found.is_of(torch.empty(0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("look_ups", "ordered"), [(1, 12), (2, 6)])
+def test_the_order_is_looked_for_while_it_is_of_use(tmp_path: Path, look_ups: int, ordered: int) -> None:
+    # A batch is announced two steps ahead; what looks a table up twice is given another order by torch.
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randint(0, 40, (look_ups, 25), generator=generator) for _ in range(12)]
+    embedding = torch.nn.Embedding(40, 3, sparse=True)
+    with DiskSparseAdam(embedding.parameters(), state_dir=tmp_path / "s", cache=1 << 20) as optimizer:
+        announcer = optimizer._books.announcer
+        known = []
+        for batch in optimizer.lookahead(batches, rows=lambda batch: {embedding: batch}, depth=2):
+            announced = announcer.handed_out[0]
+            assert announced.rows.tolist() == batch.unique().tolist()
+            known.append(announced.ordered)
+            optimizer.zero_grad()
+            sum(embedding(rows).pow(2).sum() for rows in batch).backward()
+            optimizer.step()
+    assert known == [True] * ordered + [False] * (12 - ordered)
+
+
+def test_an_order_that_was_of_no_use_is_tried_again_now_and_then(tmp_path: Path) -> None:
+    embedding = torch.nn.Embedding(40, 3, sparse=True)
+    batches = [torch.randint(0, 40, (25,)) for _ in range(600)]
+    with DiskSparseAdam(embedding.parameters(), state_dir=tmp_path / "s", cache=1 << 20) as optimizer:
+        announcer = optimizer._books.announcer
+        for _ in range(4):
+            announcer.order_was_of_use(0, False)
+        known = []
+        for batch in optimizer.lookahead(batches, rows=lambda batch: {embedding: batch}, depth=0):
+            known.append(announcer.handed_out[0].ordered)
+            optimizer.zero_grad()
+            embedding(batch).sum().backward()
+            optimizer.step()
+    first = known.index(True)
+    assert 200 < first < 300
+    assert all(known[first:])  # it was of use
