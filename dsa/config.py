@@ -50,7 +50,8 @@ class IOConfig:
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
             as few as hide the reads, in at most half the cache.
         dirty_share: write-behind starts when dirty frames are more than this share of the cache; None: when fewer
-            frames can be given up than a batch brings in, and where every row has a frame only when the disk is idle.
+            frames can be given up than a batch brings in, or a segment of dirty ones should go before them; where every
+            row has a frame, only when the disk is idle.
         grow_tables: a parameter may have more rows than its table on disk: those that were added begin with zero
             moments. Otherwise that is refused.
         uvloop: run the event loop on uvloop where it is installed.

@@ -7,6 +7,7 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
 
 _CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
+_MOST_UNTOLD = 16
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
 
@@ -49,7 +51,7 @@ class Bookkeeping:
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
     bringing_rests: bool = False  # next_fill found nothing to begin, and nobody has been told of anything since
     writing_rests: bool = False  # likewise next_write
-    _retiring: list[tuple[Table, int, Rows]] = field(default_factory=list)  # batches that have ended, by table
+    _untold: deque[tuple[bool, Table, int, Rows]] = field(default_factory=deque)  # see `_tell_policies`
     _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
     _writing: int = 0
     _cleaning: int = 0
@@ -59,14 +61,14 @@ class Bookkeeping:
 
     def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows]) -> Batch:
         """Put a batch into the window; its rows are sorted, unique and in range."""
-        self._retire()
+        if len(self._untold) >= _MOST_UNTOLD:
+            self._tell_policies()
         batch = self.window.new(kind, rows_by_table)
         self.window.add(batch)
         for piece in batch.pieces:
             table = self.tables[piece.table]
-            frames = table.arena.frame_of[table.arena_table][piece.rows]
-            table.arena.policy.known(table.arena_table, batch.sequence, piece.rows, frames)
-            if table.arena.roomy and not (frames < 0).any():
+            self._untold.append((True, table, batch.sequence, piece.rows))
+            if table.arena.roomy and not (table.arena.frame_of[table.arena_table][piece.rows] < 0).any():
                 piece.unframed = 0  # no frame is ever given up here: nothing to bring, and nothing to pin
         if kind is Kind.HOOK:
             for old in self.window.oldest_hooks(MOST_HOOK_ANNOUNCEMENTS):
@@ -88,14 +90,21 @@ class Bookkeeping:
         for piece in batch.pieces:
             self._unpin(piece)
             if batch.kind is not Kind.STEP:
-                self._retiring.append((self.tables[piece.table], batch.sequence, piece.rows))
+                self._untold.append((False, self.tables[piece.table], batch.sequence, piece.rows))
 
-    def _retire(self) -> None:
-        """Tell the policy of batches that have ended: not in the step that ends them, which would wait for it."""
-        for table, sequence, rows in self._retiring:
-            frames = table.arena.frame_of[table.arena_table][rows]
-            table.arena.policy.ended(table.arena_table, sequence, frames)
-        self._retiring.clear()
+    def _tell_policies(self) -> None:
+        """Tell the policies which batches were announced and which have ended since, in that order.
+
+        Before they are asked for anything, and where there is much to tell; not in the announcement itself, nor in the
+        step that ends a batch: the training thread would wait for it.
+        """
+        while self._untold:
+            announced, table, sequence, rows = self._untold.popleft()
+            policy, frames = table.arena.policy, table.arena.frame_of[table.arena_table][rows]
+            if announced:
+                policy.known(table.arena_table, sequence, rows, frames)
+            else:
+                policy.ended(table.arena_table, sequence, frames)
 
     def _unpin(self, piece: Piece) -> None:
         if piece.held:
@@ -179,7 +188,7 @@ class Bookkeeping:
             arena.brings(table.arena_table, missing)
         if not missing:
             return
-        self._retire()
+        self._tell_policies()
         taken = arena.take(table.arena_table, piece.rows, piece.frames, missing)
         piece.unframed -= len(taken)
         if not len(taken):
@@ -423,7 +432,7 @@ class Bookkeeping:
             left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
             if not self._writes_due(table, dirty_share) and not (idle and left >= table.layout.slots):
                 continue
-            self._retire()
+            self._tell_policies()
             frames = arena.collect(
                 table.arena_table,
                 table.layout.slots,
@@ -440,7 +449,7 @@ class Bookkeeping:
         return None
 
     def _look(self) -> None:
-        self._retire()
+        self._tell_policies()
         for table in self.tables:
             if not table.arena.roomy and self._idle_dirty(table) >= table.layout.slots:
                 table.arena.look(table.arena_table, table.layout.slots)
@@ -516,7 +525,7 @@ class Bookkeeping:
         """End every announced batch; what is queued or being filled for them goes on, and its frames stay barred."""
         for batch in self.window.clear():
             self._let_go(batch)
-        self._retire()
+        self._tell_policies()
 
     def reset(self) -> None:
         """Forget announcements and what is in frames; nothing may be in flight."""

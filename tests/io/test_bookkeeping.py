@@ -456,3 +456,20 @@ def test_without_a_step_there_is_nothing_to_bring() -> None:
     world = Walk((4,), (4, 1))
     with pytest.raises(RuntimeError, match="begin"):
         world.books.bring()
+
+
+def test_what_the_policy_is_told_late_is_told_before_it_is_asked_and_never_piles_up() -> None:
+    world = Walk((200,), (20, 1), dirty_share=None, held_batches=0)
+    update(world, {0: range(20)})
+    write_all(world)
+    for first in range(0, 8, 2):
+        world.announce(Kind.ANNOUNCED, {0: [first, first + 1]})
+    world.begin({0: range(100, 112)})  # uses up the first of them; the rows of the others stay
+    while world.books.step is not None:
+        world.work()
+    frame_of = world.books.arenas[0].frame_of[0]
+    assert (frame_of[2:8] >= 0).all()
+    assert (frame_of[8:20] < 0).sum() + (frame_of[:2] < 0).sum() == 12
+    for _ in range(100):
+        world.announce(Kind.HOOK, {0: [1]})
+    assert len(world.books._untold) <= 17

@@ -335,4 +335,9 @@ def test_looking_at_the_worst_victim_moves_no_hand() -> None:
     first.filled(0, rows, rows.astype(np.int32))
     assert policy.worst_victim(100, flags, pins) == 0
     assert policy.worst_victim(0, flags, pins) == -1
+    flags[:200] = DIRTY
+    tables = np.zeros(40_000, np.int16)
+    assert len(policy.colder_than(200, 0, flags, pins, tables, 0)) == 0  # no better to give up than a clean one
+    assert len(policy.colder_than(200, 1, flags, pins, tables, 0)) == 200
+    flags[:200] = 0
     assert policy.victims(100, flags, pins).tolist() == first.victims(100, flags, pins).tolist()
