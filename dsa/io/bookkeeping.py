@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.cache import Arena, Frames, Rows
-from dsa.io.eviction import DIRTY, FILLING, WRITING
 from dsa.io.jobs import CleanJob, FillJob, Step, Table, Tally, WriteJob
 from dsa.io.kernels_on_rows import count_members, order_by_slot
 from dsa.io.layout import VOID_ROW
@@ -540,8 +539,9 @@ class Bookkeeping:
         self._segments_settled()
 
     def count_frames(self) -> dict[str, int]:
-        """Frames by what they are: pinned, dirty, filling, writing."""
-        flags = {"dirty": DIRTY, "filling": FILLING, "writing": WRITING}
-        counts = {name: sum(arena.count(mask) for arena in self.arenas) for name, mask in flags.items()}
-        counts["pinned"] = sum(arena.pinned for arena in self.arenas)
-        return counts
+        """Frames by what they are: pinned, dirty, writing."""
+        return {
+            "pinned": sum(arena.pinned for arena in self.arenas),
+            "dirty": self.dirty_frames(),
+            "writing": sum(sum(arena.writing) for arena in self.arenas),
+        }

@@ -242,10 +242,6 @@ class Arena:
         """Give the frames' memory back: nobody will read or write a record any more."""
         self.memory, self.words = self.memory[:0].copy(), self.words[:0].copy()
 
-    def count(self, mask: int) -> int:
-        """Number of frames with any of the flags."""
-        return int(np.count_nonzero(self.flags & mask))
-
     def moments(self, dtype: Any) -> NDArray[Any]:
         """The frames as numbers: [n_frames, record_bytes / itemsize] of `dtype`, the same memory."""
         return self.memory.view(dtype)
