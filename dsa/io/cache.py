@@ -169,7 +169,7 @@ class Arena:
 
     def end_step(self, frames: Frames) -> None:
         """The step is done with the frames, and takes its pins off them (negative numbers: none there)."""
-        self.pinned -= int(frame_passes.end_step(frames, self.pins, self.flags, self.table_of, self.idle_dirty))
+        self._release(frames, LEASED)
 
     def stay_leased(self, frames: Frames) -> None:
         """The frames (distinct) have another lease that goes on."""
@@ -177,7 +177,11 @@ class Arena:
 
     def unpin(self, frames: Frames) -> None:
         """Take one pin off each (negative numbers: none there)."""
-        self.pinned -= int(frame_passes.unpin(frames, self.pins, self.flags, self.table_of, self.idle_dirty))
+        self._release(frames, 0)
+
+    def _release(self, frames: Frames, ended: int) -> None:
+        state = (self.pins, self.flags, self.table_of, self.idle_dirty)
+        self.pinned -= int(frame_passes.release(frames, ended, *state))
 
     def collect(self, table: int, limit: int, *, unpinned_only: bool, urgent: bool = True) -> Frames:
         """Up to `limit` dirty frames to write; they count as being written until `written`.
@@ -188,6 +192,7 @@ class Arena:
         """
         if unpinned_only and not self.roomy:
             return self._collect_cold(table, limit)
+        self._overdue[table] = self._overdue[table][:0]
         out = np.empty(limit, np.int32)
         args = (self.table_of, self.flags, self.pins, urgent, unpinned_only, self._hands[table], out)
         n, self._hands[table] = frame_passes.collect(table, *args)

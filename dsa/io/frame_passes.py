@@ -80,39 +80,21 @@ def assign(
 
 
 @kernel
-def unpin(
+def release(
     frames: Frames,
+    ended: int,
     pins: NDArray[np.int32],
     flags: NDArray[np.uint8],
     table_of: NDArray[np.int16],
     idle_dirty: NDArray[np.int64],
 ) -> int:
-    """Take one pin off each frame (negative numbers: none there); the number of frames that none pins any more."""
+    """Take one pin and the flags `ended` off each frame (negative numbers: none there); the number of frames that none
+    pins any more."""
     idle = 0
     for i in range(len(frames)):
         frame = frames[i]
         if frame >= 0:
-            pins[frame] -= 1
-            if pins[frame] == 0:
-                idle += 1
-                idle_dirty[table_of[frame]] += flags[frame] & 1
-    return idle
-
-
-@kernel
-def end_step(
-    frames: Frames,
-    pins: NDArray[np.int32],
-    flags: NDArray[np.uint8],
-    table_of: NDArray[np.int16],
-    idle_dirty: NDArray[np.int64],
-) -> int:
-    """End the lease of each frame (negative numbers: none there), and then as `_unpin`; in one pass."""
-    idle = 0
-    for i in range(len(frames)):
-        frame = frames[i]
-        if frame >= 0:
-            flags[frame] &= ~np.uint8(8)  # LEASED
+            flags[frame] &= ~np.uint8(ended)
             pins[frame] -= 1
             if pins[frame] == 0:
                 idle += 1
