@@ -524,11 +524,16 @@ class Bookkeeping:
         """End every announced batch; what is queued or being filled for them goes on, and its frames stay barred."""
         for batch in self.window.clear():
             self._let_go(batch)
-        self._tell_policies()
+
+    def go_on_with(self, tables: list[Table], arenas: list[Arena]) -> None:
+        """Replace tables and arenas; nothing may be in flight."""
+        self.forget_window()  # any thread may have announced since the window was forgotten last
+        self._untold.clear()  # the policies begin anew, also where an interrupt has left one half told
+        self.tables, self.arenas = tables, arenas
 
     def reset(self) -> None:
         """Forget announcements and what is in frames; nothing may be in flight."""
-        self.forget_window()  # any thread may have announced since the window was forgotten last
+        self.go_on_with(self.tables, self.arenas)
         self.step = None
         for arena in self.arenas:
             arena.reset()
@@ -537,11 +542,3 @@ class Bookkeeping:
         """Set which of the table's segments generations refer to."""
         table.segments.retain(retained, self.next_ticket)
         self._segments_settled()
-
-    def count_frames(self) -> dict[str, int]:
-        """Frames by what they are: pinned, dirty, writing."""
-        return {
-            "pinned": sum(arena.pinned for arena in self.arenas),
-            "dirty": self.dirty_frames(),
-            "writing": sum(sum(arena.writing) for arena in self.arenas),
-        }

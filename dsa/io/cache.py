@@ -112,7 +112,7 @@ class Arena:
         cold = np.empty(0, np.int32)
         if needed > 0:
             worst = self.policy.worst_victim(needed, self.flags, self.pins)
-            cold = self.policy.colder_than(segment_rows, worst, self.flags, self.pins, self.table_of, table)
+            cold = self.policy.cold_dirty(segment_rows, self.flags, self.pins, self.table_of, table, below=worst)
         if len(cold) == segment_rows:
             frame_passes.clear(cold, self.flags, RECENT)
             self._overdue[table] = cold

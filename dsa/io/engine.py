@@ -297,7 +297,6 @@ class Engine:
         pipeline = self._pipeline
         books, counters = pipeline.books, pipeline.backend.counters
         tally = books.tally
-        frames = books.count_frames()
         hits = max(tally.rows_touched - tally.misses, 0)
         misses = tally.rows_touched - hits
         return Statistics(
@@ -318,8 +317,8 @@ class Engine:
             segments_cleaned=tally.segments_cleaned,
             forgotten_batches=books.window.forgotten_batches,
             window_batches=len(books.window),
-            pinned_frames=frames["pinned"],
-            dirty_frames=frames["dirty"],
+            pinned_frames=sum(arena.pinned for arena in books.arenas),
+            dirty_frames=books.dirty_frames(),
             frames=sum(arena.n_frames for arena in books.arenas),
             cache_bytes=sum(arena.n_frames * (arena.memory.shape[1] + FRAME_OVERHEAD_BYTES) for arena in books.arenas),
             state_bytes_on_disk=sum(table.file_segments * table.layout.segment_bytes for table in books.tables),

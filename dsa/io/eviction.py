@@ -178,6 +178,7 @@ class Policy:
         pins: NDArray[np.int32] | None,
         table_of: NDArray[np.int16],
         table: int,
+        below: int = NOBODY,
     ) -> NDArray[np.int32]:
         """Dirty frames of a table to write, those first that would be given up first were they clean.
 
@@ -187,22 +188,11 @@ class Policy:
             count, flags: as `victims`; frames that are leased, or being filled or written, are left out.
             pins: None: pinned ones too.
             table_of: the table of each frame.
+            below: none at all unless the keys of all `count` are below this one, which `worst_victim` tells.
         """
-        return self.colder_than(count, NOBODY, flags, pins, table_of, table)
-
-    def colder_than(
-        self,
-        count: int,
-        key: int,
-        flags: NDArray[np.uint8],
-        pins: NDArray[np.int32] | None,
-        table_of: NDArray[np.int16],
-        table: int,
-    ) -> NDArray[np.int32]:
-        """As `cold_dirty`, but none where even the last one's key is not below `key` (as `worst_victim` tells)."""
         hand = self._writing_hand
         chosen, self._writing_hand, last = self._coldest(count, hand, flags, BARRED, DIRTY, pins, table_of, table)
-        return chosen if key == NOBODY or last < key else chosen[:0]
+        return chosen if last < below or below == NOBODY else chosen[:0]
 
     def _coldest(
         self,

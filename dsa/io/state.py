@@ -68,8 +68,7 @@ class State:
         )
         tables, arenas = lay_out(self.specs, self._entries, self.cache_bytes, books.tables)
         with self._pipeline.access:
-            books.forget_window()  # what was announced since the books were frozen is known to the old arenas only
-            books.tables, books.arenas = tables, arenas
+            books.go_on_with(tables, arenas)
 
     def adopt(self, number: int) -> None:
         """Make a generation the present state."""

@@ -116,6 +116,7 @@ class Announcer:
 
     def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
         self._engine.check_open()
+        self._announced += 1
         found = resolve_sorted(rows, self.tables, self._unordered())
         ticket = self._engine.announce(Kind.AHEAD, {number: batch.rows for number, batch in found.items()})
         look_ups = sum(len(batch.order) for batch in found.values())
@@ -136,7 +137,6 @@ class Announcer:
         self._useless[table] = 0 if of_use else self._useless.get(table, 0) + 1
 
     def _unordered(self) -> set[int]:
-        self._announced += 1
         if self._announced % _TRIED_AGAIN == 0:
             return set()
         return {table for table, steps in self._useless.items() if steps >= _USELESS_STEPS}

@@ -473,3 +473,19 @@ def test_what_the_policy_is_told_late_is_told_before_it_is_asked_and_never_piles
     for _ in range(100):
         world.announce(Kind.HOOK, {0: [1]})
     assert len(world.books._untold) <= 17
+
+
+def test_a_state_can_be_loaded_although_an_interrupt_left_a_policy_half_told() -> None:
+    world = Walk((40,), (10, 1), dirty_share=None)
+    update(world, {0: range(10)})
+    world.announce(Kind.ANNOUNCED, {0: [1, 2]})
+    world.books._untold.popleft()  # taken up, and the interrupt came
+    write_all(world)
+    world.books.forget_window()
+    world.books.reset()
+    for first in range(0, 40, 5):
+        world.announce(Kind.ANNOUNCED, {0: list(range(first, first + 5))})
+        fill_all(world)
+        update(world, {0: range(first, first + 5)})
+        write_all(world)
+    assert len(world.books.window) == 0

@@ -313,14 +313,14 @@ def test_cold_dirty_frames_are_told_by_whether_they_should_go_before_clean_ones(
     worst = cache.policy.worst_victim(3, flags, pins)  # clean, and due late
     assert worst == cache.policy.worst_victim(6, flags, pins)
     assert cache.policy.worst_victim(7, flags, pins) == NOBODY
-    assert cache.policy.colder_than(3, worst, flags, pins, tables, 0).tolist() == []
-    assert cache.policy.colder_than(3, NOBODY, flags, pins, tables, 0).tolist() == soon[:3].tolist()
+    assert cache.policy.cold_dirty(3, flags, pins, tables, 0, below=worst).tolist() == []
+    assert cache.policy.cold_dirty(3, flags, pins, tables, 0).tolist() == soon[:3].tolist()
     flags[soon] ^= DIRTY
     flags[late] |= DIRTY
     worst = cache.policy.worst_victim(1, flags, pins)
-    assert cache.policy.colder_than(6, worst, flags, pins, tables, 0).tolist() == late.tolist()
-    assert cache.policy.colder_than(7, worst, flags, pins, tables, 0).tolist() == []  # there are six
-    assert cache.policy.colder_than(3, worst, flags, pins, tables, 1).tolist() == []
+    assert cache.policy.cold_dirty(6, flags, pins, tables, 0, below=worst).tolist() == late.tolist()
+    assert cache.policy.cold_dirty(7, flags, pins, tables, 0, below=worst).tolist() == []  # there are six
+    assert cache.policy.cold_dirty(3, flags, pins, tables, 1, below=worst).tolist() == []
     assert set(cache.victims(2).tolist()) <= set(soon.tolist())
 
 
@@ -337,7 +337,7 @@ def test_looking_at_the_worst_victim_moves_no_hand() -> None:
     assert policy.worst_victim(0, flags, pins) == -1
     flags[:200] = DIRTY
     tables = np.zeros(40_000, np.int16)
-    assert len(policy.colder_than(200, 0, flags, pins, tables, 0)) == 0  # no better to give up than a clean one
-    assert len(policy.colder_than(200, 1, flags, pins, tables, 0)) == 200
+    assert len(policy.cold_dirty(200, flags, pins, tables, 0, below=0)) == 0  # no better to give up than a clean one
+    assert len(policy.cold_dirty(200, flags, pins, tables, 0, below=1)) == 200
     flags[:200] = 0
     assert policy.victims(100, flags, pins).tolist() == first.victims(100, flags, pins).tolist()

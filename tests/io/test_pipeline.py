@@ -234,7 +234,7 @@ def test_at_most_three_segments_are_written_at_once(make: Callable[..., Training
     for row in range(3, N_FRAMES):
         training.step([row])
     assert backend.submitted["write"] == 3
-    assert training.pipeline.books.count_frames()["writing"] < N_FRAMES
+    assert sum(map(sum, (arena.writing for arena in training.pipeline.books.arenas))) < N_FRAMES
     backend.open_gate("write")
     training.step([20])
     training.check_numbers()
@@ -559,4 +559,18 @@ def test_a_step_with_everything_in_frames_wakes_no_task(make: Callable[..., Trai
     training.announce([1, 5])
     assert woken
     training.step([1, 5])
+    training.check_numbers()
+
+
+def test_a_step_wakes_write_behind_when_rows_are_to_be_written_and_an_announcement_never(
+    make: Callable[..., Training],
+) -> None:
+    training = make(dirty_share=0.0)
+    training.pipeline.run(training.pipeline.flush())  # from here on write-behind rests
+    woken = training.count_wakes()
+    write = training.pipeline._writebehind.wanted.set
+    training.announce([1, 2])
+    assert write not in woken
+    training.step([1, 2])
+    assert write in woken
     training.check_numbers()
