@@ -46,6 +46,9 @@ class Access:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._harmless is None:
+            self._lock.release()
+            return
         try:
             if error is not None and error is not self._harmless and not isinstance(error, DsaError):
                 self._latch(

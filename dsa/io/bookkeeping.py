@@ -7,6 +7,7 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +24,20 @@ from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
 
 _CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
-_MOST_UNTOLD = 16
+_MOST_UNTOLD = 64
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
+
+
+class _News(enum.Enum):
+    """What a policy has not been told yet."""
+
+    KNOWN = "known"
+    TOUCHED = "touched"
+    ENDED = "ended"
+
+
+_NO_FRAMES: Frames = np.empty(0, np.int32)
 
 
 @dataclass
@@ -50,7 +62,7 @@ class Bookkeeping:
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
     bringing_rests: bool = False  # next_fill found nothing to begin, and nobody has been told of anything since
     writing_rests: bool = False  # likewise next_write
-    _untold: deque[tuple[bool, Table, int, Rows]] = field(default_factory=deque)  # see `_tell_policies`
+    _untold: deque[tuple[_News, Table, int, Rows, Frames]] = field(default_factory=deque)  # see `_tell_policies`
     _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
     _writing: int = 0
     _cleaning: int = 0
@@ -66,8 +78,9 @@ class Bookkeeping:
         self.window.add(batch)
         for piece in batch.pieces:
             table = self.tables[piece.table]
-            self._untold.append((True, table, batch.sequence, piece.rows))
-            if table.arena.roomy and not (table.arena.frame_of[table.arena_table][piece.rows] < 0).any():
+            if not table.arena.roomy:
+                self._untold.append((_News.KNOWN, table, batch.sequence, piece.rows, _NO_FRAMES))
+            elif not (table.arena.frame_of[table.arena_table][piece.rows] < 0).any():
                 piece.unframed = 0  # no frame is ever given up here: nothing to bring, and nothing to pin
         if kind is Kind.HOOK:
             for old in self.window.oldest_hooks(MOST_HOOK_ANNOUNCEMENTS):
@@ -88,22 +101,25 @@ class Bookkeeping:
         """Take the batch's pins off; its next use leaves the policy before that is asked for anything."""
         for piece in batch.pieces:
             self._unpin(piece)
-            if batch.kind is not Kind.STEP:
-                self._untold.append((False, self.tables[piece.table], batch.sequence, piece.rows))
+            table = self.tables[piece.table]
+            if batch.kind is not Kind.STEP and not table.arena.roomy:
+                self._untold.append((_News.ENDED, table, batch.sequence, piece.rows, _NO_FRAMES))
 
     def _tell_policies(self) -> None:
-        """Tell the policies which batches were announced and which have ended since, in that order.
+        """Tell the policies which batches were announced, stepped and ended since, in that order.
 
         Before they are asked for anything, and where there is much to tell; not in the announcement itself, nor in the
-        step that ends a batch: the training thread would wait for it.
+        step: the training thread would wait for it.
         """
         while self._untold:
-            announced, table, sequence, rows = self._untold.popleft()
-            policy, frames = table.arena.policy, table.arena.frame_of[table.arena_table][rows]
-            if announced:
-                policy.known(table.arena_table, sequence, rows, frames)
+            news, table, sequence, rows, frames = self._untold.popleft()
+            policy, number = table.arena.policy, table.arena_table
+            if news is _News.TOUCHED:
+                policy.touched(number, rows, frames)
+            elif news is _News.KNOWN:
+                policy.known(number, sequence, rows, table.arena.frame_of[number][rows])
             else:
-                policy.ended(table.arena_table, sequence, frames)
+                policy.ended(number, sequence, table.arena.frame_of[number][rows])
 
     def _unpin(self, piece: Piece) -> None:
         if piece.held:
@@ -242,7 +258,7 @@ class Bookkeeping:
         used, late = self.window.used_by_step() if lasting else ([], [])
         sequences = frozenset(announced.sequence for announced in used)
         self.step = Step(batch, lasting, announced=bool(used or late), used=sequences)
-        self._bring_pieces(batch)
+        self._bring_pieces(batch, used)
         for announced in used:
             # What the step pinned stays pinned; what it does not touch becomes free to go.
             self._let_go(announced)
@@ -256,8 +272,8 @@ class Bookkeeping:
         announced = 0
         for piece in batch.pieces:
             said = [other.rows for used in covered for other in used.pieces if other.table == piece.table]
-            said_rows = count_members(piece.rows, said)
-            announced += said_rows
+            whole = len(said) == 1 and np.array_equal(said[0], piece.rows)
+            announced += len(piece.rows) if whole else count_members(piece.rows, said)
         for used in covered:
             self._count_misses(used)
         if covered and not any(used.forgotten for used in covered):
@@ -278,10 +294,12 @@ class Bookkeeping:
         self.frames_wanted = next((piece.unframed for piece in step.batch.pieces if piece.unframed), 0)
         return not self.frames_wanted
 
-    def _bring_pieces(self, batch: Batch) -> None:
+    def _bring_pieces(self, batch: Batch, ended: Sequence[Batch] = ()) -> None:
         # One piece after the other: a later piece never pins what an earlier one still waits for (rule 9).
         for piece in batch.pieces:
             if piece.remaining:
+                if any(piece.take_over(other) for announced in ended for other in announced.pieces):
+                    continue
                 self._take(batch, piece)
                 if piece.unframed:
                     return
@@ -329,9 +347,16 @@ class Bookkeeping:
         table = self.tables[piece.table]
         whole = len(positions) == len(piece.rows)
         frames: Frames = piece.frames.copy() if whole else piece.frames[positions]
-        table.arena.lease(table.arena_table, piece.rows if whole else piece.rows[positions], frames)
+        self.lease_frames(table, piece.rows if whole else piece.rows[positions], frames)
         step.leased = True
         return frames
+
+    def lease_frames(self, table: Table, rows: Rows, frames: Frames) -> None:
+        """Give frames (pinned, filled) that hold these rows to the step."""
+        table.arena.lease(table.arena_table, frames)
+        if not table.arena.roomy:
+            # Until the policy hears of it the frames hold these rows: whoever gives one up tells it first.
+            self._untold.append((_News.TOUCHED, table, 0, rows, frames))
 
     def commit(self, piece: Piece, positions: NDArray[np.int64]) -> None:
         """The step has updated these rows."""

@@ -158,10 +158,9 @@ class Arena:
         """Whether any of the frames still waits for its bytes."""
         return bool(frame_passes.any_flag(frames, self.flags, FILLING))
 
-    def lease(self, table: int, rows: Rows, frames: Frames) -> None:
+    def lease(self, table: int, frames: Frames) -> None:
         """Give the frames (pinned, filled) to one step: versions rise, they count as dirty from now on (rule 2)."""
         self.dirty[table] += int(frame_passes.lease(frames, self.flags, self.version))
-        self.policy.touched(table, rows, frames)
 
     def end_lease(self, frames: Frames) -> None:
         """The step is done with the frames."""

@@ -142,14 +142,20 @@ class Engine:
 
     # Announcing.
 
-    def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows]) -> int:
-        """Note rows of a coming step; never blocks. A ticket (0 where announcements are ignored)."""
+    def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows], hand_out: int | None = None) -> int:
+        """Note rows of a coming step; never blocks. A ticket (0 where announcements are ignored).
+
+        Args:
+            hand_out: the ticket of a batch that goes to the training loop now, as by `hand_out`.
+        """
         if not self._state.decided:
             return 0
         pipeline = self._pipeline
         with pipeline.access as books:
             pipeline.settle_ended_locked(books)
             ticket = books.announce(kind, rows_by_table).sequence
+            if hand_out is not None:
+                books.hand_out(hand_out)
             pipeline.moved_on_locked(books, stepped=False)
         return ticket
 

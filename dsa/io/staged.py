@@ -144,7 +144,7 @@ class StagedBatches:
                 table.arena.unpin(mine)
                 piece.unframed -= int(np.count_nonzero(mine == NO_FRAME))
                 piece.finish(positions)
-                table.arena.lease(table.arena_table, piece.rows[positions], frames)
+                self._books.lease_frames(table, piece.rows[positions], frames)
                 left[at] = False
                 if len(at):
                     leases.append(Lease(staged.table, positions, at, frames))

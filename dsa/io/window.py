@@ -54,6 +54,15 @@ class Piece:
         self.held = False
         self.unframed = self.remaining = len(self.rows)
 
+    def take_over(self, other: Piece) -> bool:
+        """Have the pins of another piece, where that is of the same rows and all of them have frames; whether it is."""
+        whole = other.held and other.unframed == 0 and other.table == self.table and not self.held
+        if not (whole and np.array_equal(other.rows, self.rows)):
+            return False
+        self.frames, self.held, self.unframed = other.frames, True, 0
+        other.forget_frames()
+        return True
+
     def finish(self, positions: NDArray[np.int64]) -> None:
         """The rows at these positions are done."""
         self.frames[positions] = DONE_FRAME

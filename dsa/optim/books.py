@@ -16,8 +16,8 @@ from dsa.optim.placement import device_of_update
 from dsa.optim.row_sets import Key, Rows, Table, TableDirectory, resolve_sorted
 from dsa.optim.sorting import Sorted
 
-MOST_LOOK_UPS = 1 << 19
-"""In all batches that wait for their turn: of so many the order is kept, 16 bytes each; others are sorted again."""
+MOST_LOOK_UPS = 3 << 18
+"""In all batches that wait for their turn: once so many are kept in order, 24 bytes each, others are sorted later."""
 _USELESS_STEPS = 4
 _TRIED_AGAIN = 256  # one announcement in so many
 _JUDGED_STEPS = 10
@@ -114,19 +114,26 @@ class Announcer:
         self._announced = 0
         self._engine = engine
 
-    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
+    def announce_ahead(self, rows: Mapping[Key, Rows], hand_out: int | None = None) -> int:
         self._engine.check_open()
         self._announced += 1
-        found = resolve_sorted(rows, self.tables, self._unordered())
-        ticket = self._engine.announce(Kind.AHEAD, {number: batch.rows for number, batch in found.items()})
+        kept = sum(look_ups for look_ups, _ in list(self._sorted.values()))
+        unordered = self._unordered() if kept < MOST_LOOK_UPS else range(len(self.tables.tables))
+        found = resolve_sorted(rows, self.tables, unordered)
+        ticket = self._engine.announce(Kind.AHEAD, {number: batch.rows for number, batch in found.items()}, hand_out)
+        if hand_out is not None:
+            self._take_up(hand_out)
         look_ups = sum(len(batch.order) for batch in found.values())
-        if ticket and look_ups + sum(kept for kept, _ in list(self._sorted.values())) <= MOST_LOOK_UPS:
+        if ticket and look_ups <= MOST_LOOK_UPS:
             self._sorted[ticket] = look_ups, found
         return ticket
 
     def hand_out(self, ticket: int) -> None:
-        _, self.handed_out = self._sorted.pop(ticket, (0, {}))
+        self._take_up(ticket)
         self._engine.hand_out(ticket)
+
+    def _take_up(self, ticket: int) -> None:
+        _, self.handed_out = self._sorted.pop(ticket, (0, {}))
 
     def order_was_of_use(self, table: int, of_use: bool) -> None:
         """Whether a gradient had the look-ups of the batch handed out, in their order.

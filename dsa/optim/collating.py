@@ -45,7 +45,7 @@ class _Collate:
             array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
             if array.size and array.dtype.kind not in "iu":
                 raise ConfigError(f"rows of {name!r} must be integers, got {array.dtype}")
-            found[name] = sort(torch.from_numpy(array.astype(np.int64).reshape(-1)))
+            found[name] = sort(torch.from_numpy(array.astype(np.int64).reshape(-1)), recognizable=True)
         return BatchWithRows(batch, found)
 
 

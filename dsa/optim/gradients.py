@@ -148,7 +148,6 @@ def warm_up(dtype: torch.dtype) -> None:
     """Compile, or load from the cache, all that `unique_rows` and its sums need for parameters of `dtype`."""
     if dtype in (torch.float32, torch.float64):
         found = sort(torch.zeros(2, dtype=torch.int64))
-        found.is_of(torch.zeros(2, dtype=torch.int64))
         runs = Runs(found.order, found.starts[:-1], found.starts[1:], False)
         SparseGradient(torch.from_numpy(found.rows), torch.ones(2, 1, dtype=dtype), runs).dense()
 

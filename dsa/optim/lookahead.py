@@ -31,8 +31,11 @@ _NEEDS_ROWS = (
 class Announcer(Protocol):
     """What takes announcements of batches to come and knows them by tickets."""
 
-    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
-        """Note the rows of a batch that was fetched but not yet given to the loop; returns its ticket, never blocks."""
+    def announce_ahead(self, rows: Mapping[Key, Rows], hand_out: int | None = None) -> int:
+        """Note the rows of a batch that was fetched but not yet given to the loop; returns its ticket, never blocks.
+
+        `hand_out`: the ticket of another one that is, once this one is noted: two calls in one.
+        """
 
     def hand_out(self, ticket: int) -> None:
         """The batch is about to be given to the loop's body: the first step from now on ends it."""
@@ -123,9 +126,11 @@ class Lookahead(Generic[Batch]):
             with stream:
                 batches = iter(self._loader)
             while True:
+                handed: int | None = None
                 while more and len(ahead) <= depth:
+                    first = ahead[0].ticket if 0 < depth == len(ahead) else None  # the last one to be fetched now
                     try:
-                        following = self._fetch(batches, stream)
+                        following = self._fetch(batches, stream, first)
                     except Exception as error:
                         failure, more = error, False
                     else:
@@ -133,12 +138,14 @@ class Lookahead(Generic[Batch]):
                             more = False
                         else:
                             ahead.append(following)
+                            handed = first
                         del following
                 if not ahead:
                     break
                 fetched = ahead.popleft()
                 handed_out.append(fetched.ticket)
-                self._announcer.hand_out(fetched.ticket)
+                if fetched.ticket != handed:
+                    self._announcer.hand_out(fetched.ticket)
                 # A step has ended those before it; of a loop that does not step, only the latest stay.
                 while len(handed_out) > max(depth, 1):
                     self._announcer.end(handed_out.popleft())
@@ -157,8 +164,8 @@ class Lookahead(Generic[Batch]):
             for ticket in [*handed_out, *(waiting.ticket for waiting in ahead)]:
                 self._announcer.end(ticket)
 
-    def _fetch(self, batches: Iterator[Batch], stream: RandomStream) -> _Fetched[Batch] | None:
-        """The next batch, announced; None at the loader's end."""
+    def _fetch(self, batches: Iterator[Batch], stream: RandomStream, hand_out: int | None) -> _Fetched[Batch] | None:
+        """The next batch, announced, and another one handed out; None, and nothing, at the loader's end."""
         with stream:
             try:
                 batch = next(batches)
@@ -170,7 +177,7 @@ class Lookahead(Generic[Batch]):
                 rows, batch = batch.rows, batch.batch
             if self._rows is not None:
                 rows = self._rows(batch)
-        return _Fetched(batch, state, self._announcer.announce_ahead(rows))
+        return _Fetched(batch, state, self._announcer.announce_ahead(rows, hand_out))
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,10 @@ def resolve_sorted(
             given[key] = rows
     looked_up = united(given if isinstance(announcement, Mapping) else announcement, tables)
     for number, rows in looked_up.items():
-        found[number] = Sorted.of_rows(sorted_unique(rows)) if number in unordered else sort(_as_tensor(rows))
+        if number in unordered:
+            found[number] = Sorted.of_rows(sorted_unique(rows))
+        else:
+            found[number] = sort(_as_tensor(rows), recognizable=True)
     return found
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from dsa.optim import workers
 from dsa.optim.native import address_of_own, at_address, carray
 
-# The cells of both regions: rows as they come or are ordered, how many (distinct) ones, what is found or to be tried.
-_LOOKED_UP, _COUNT, _STARTS, _ROWS, _FOUND, _ORDER, _CELLS = range(7)
+# The cells of the region: look-ups in order, how many, where runs begin and their rows, how many of these.
+_ORDERED, _COUNT, _STARTS, _ROWS, _FOUND, _CELLS = range(6)
 _ANY = 1 << 48  # arrays over bare addresses have no length of their own
 
 
@@ -29,17 +29,19 @@ class Sorted:
         rows: int64 [k], the distinct rows, ascending.
         order: int64 [n], the place of each look-up in the batch.
         starts: int64 [k + 1], where each row's run begins in `order`, and n.
+        looked_up: int64 [n], a copy of the look-ups as they came, by which they are recognized; empty: not kept.
     """
 
     rows: NDArray[np.int64]
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
+    looked_up: NDArray[np.int64]
 
     @staticmethod
     def of_rows(rows: NDArray[np.int64]) -> Sorted:
         """The distinct rows alone, ascending: the order of the look-ups is not known."""
         nothing = np.empty(0, np.int64)
-        return Sorted(rows, nothing, nothing)
+        return Sorted(rows, nothing, nothing, nothing)
 
     @property
     def ordered(self) -> bool:
@@ -47,31 +49,28 @@ class Sorted:
         return len(self.order) > 0
 
     def is_of(self, looked_up: Tensor) -> bool:
-        """Whether these are the very look-ups (int64 [n], contiguous, on the host), each at its place.
-
-        Then, and only then, they are these rows when taken in this order.
-        """
-        count = looked_up.shape[0]
-        if count != len(self.order) or count == 0:
-            return count == len(self.order) == len(self.rows)
-        cells = np.zeros(_CELLS, np.int64)
-        cells[_LOOKED_UP], cells[_COUNT] = looked_up.data_ptr(), len(self.rows)
-        cells[_ORDER], cells[_STARTS], cells[_ROWS] = map(address_of_own, (self.order, self.starts, self.rows))
-        _compare_region().call(address_of_own(cells))
-        return bool(cells[_FOUND])
+        """Whether these are the very look-ups (int64 [n], on the host), each at its place."""
+        return (self.ordered or not len(self.rows)) and bool(np.array_equal(looked_up.numpy(), self.looked_up))
 
 
-def sort(looked_up: Tensor) -> Sorted:
-    """Sort int64 [n] on the host, as `coalesce()` does."""
+def sort(looked_up: Tensor, *, recognizable: bool = False) -> Sorted:
+    """Sort int64 [n] on the host, as `coalesce()` does.
+
+    Args:
+        recognizable: keep a copy of them for `is_of`.
+    """
     ordered, order = looked_up.sort(0)
     count = ordered.shape[0]
-    room = np.empty(2 * count + 1, np.int64)
+    room = np.empty((3 if recognizable else 2) * count + 1, np.int64)
+    kept = room[2 * count + 1 :]
+    if recognizable:
+        kept[:] = looked_up.numpy()
     start = address_of_own(room)
     cells = np.zeros(_CELLS, np.int64)
-    cells[_LOOKED_UP], cells[_COUNT], cells[_STARTS], cells[_ROWS] = ordered.data_ptr(), count, start + 8 * count, start
+    cells[_ORDERED], cells[_COUNT], cells[_STARTS], cells[_ROWS] = ordered.data_ptr(), count, start + 8 * count, start
     _runs_region().call(address_of_own(cells))
     found = int(cells[_FOUND])
-    return Sorted(room[:found], order.numpy(), room[count : count + found + 1])
+    return Sorted(room[:found], order.numpy(), room[count : count + found + 1], kept)
 
 
 @functools.cache
@@ -79,7 +78,7 @@ def _runs_region() -> workers.Region:
     def find_runs(address: int) -> None:
         cells = carray(at_address(address), _CELLS, np.int64)
         count = cells[_COUNT]
-        ordered = carray(at_address(cells[_LOOKED_UP]), _ANY, np.int64)
+        ordered = carray(at_address(cells[_ORDERED]), _ANY, np.int64)
         starts = carray(at_address(cells[_STARTS]), _ANY, np.int64)
         rows = carray(at_address(cells[_ROWS]), _ANY, np.int64)
         found = 0
@@ -91,20 +90,3 @@ def _runs_region() -> workers.Region:
         cells[_FOUND] = found
 
     return workers.region(find_runs)
-
-
-@functools.cache
-def _compare_region() -> workers.Region:
-    def compare(address: int) -> None:
-        cells = carray(at_address(address), _CELLS, np.int64)
-        looked_up = carray(at_address(cells[_LOOKED_UP]), _ANY, np.int64)
-        order = carray(at_address(cells[_ORDER]), _ANY, np.int64)
-        starts = carray(at_address(cells[_STARTS]), _ANY, np.int64)
-        rows = carray(at_address(cells[_ROWS]), _ANY, np.int64)
-        for i in range(cells[_COUNT]):
-            for at in range(starts[i], starts[i + 1]):
-                if looked_up[order[at]] != rows[i]:
-                    return
-        cells[_FOUND] = 1
-
-    return workers.region(compare)

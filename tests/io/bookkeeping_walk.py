@@ -495,12 +495,21 @@ class Walk:
                 rows[table.number] = [rnd.randrange(table.n_rows) for _ in range(rnd.randrange(1, most))]
         return rows
 
+    def step_rows(self, rnd: random.Random) -> dict[int, list[int]]:
+        """Any rows; or those that were announced for it, some of them or all, as it is in training."""
+        rows = self.random_rows(rnd, 8)
+        first = next(self.window.in_order(), None)
+        if first is None or rnd.random() < 0.5:
+            return rows
+        announced = {piece.table: piece.rows.tolist() for piece in first.pieces}
+        return announced if rnd.random() < 0.5 else {**rows, **dict(list(announced.items())[:1])}
+
     def random_move(self, rnd: random.Random, moves: dict[str, int]) -> None:
         (move,) = rnd.choices(list(moves), list(moves.values()))
         if move == "announce":
             self.announce(rnd.choice([Kind.ANNOUNCED, Kind.AHEAD, Kind.AHEAD, Kind.HOOK]), self.random_rows(rnd))
         elif move == "step" and self.books.step is None and not self.books.draining:
-            self.begin(self.random_rows(rnd, 8), lasting=rnd.random() < 0.8)
+            self.begin(self.step_rows(rnd), lasting=rnd.random() < 0.8)
         elif move == "work":
             for _ in range(rnd.randrange(1, 4)):
                 self.work()

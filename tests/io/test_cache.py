@@ -40,7 +40,8 @@ def bring(arena: Arena, table: int, *rows: int) -> np.ndarray[Any, Any]:
 
 def make_dirty(arena: Arena, table: int, *rows: int) -> np.ndarray[Any, Any]:
     frames = bring(arena, table, *rows)
-    arena.lease(table, array(*rows), frames)
+    arena.lease(table, frames)
+    arena.policy.touched(table, array(*rows), frames)
     arena.end_lease(frames)
     arena.unpin(frames)
     return frames
@@ -118,11 +119,11 @@ def test_only_frames_that_nobody_needs_are_given_up(arena: Arena) -> None:
 
 def test_a_lease_raises_versions_and_counts_dirty_frames_once(arena: Arena) -> None:
     frames = bring(arena, 0, 1, 2)
-    arena.lease(0, array(1, 2), frames)
+    arena.lease(0, frames)
     assert arena.dirty == [2, 0]
     assert (arena.flags[frames] & (DIRTY | LEASED | FILLING | WRITING) == DIRTY | LEASED).all()
     arena.end_lease(frames)
-    arena.lease(0, array(1), frames[:1])
+    arena.lease(0, frames[:1])
     assert arena.dirty == [2, 0]
     assert arena.version[frames].tolist() == [2, 1]
     arena.end_lease(frames)
@@ -151,7 +152,7 @@ def test_what_is_written_is_clean_unless_it_was_leased_meanwhile(arena: Arena) -
 def test_versions_wrap_around(arena: Arena) -> None:
     frames = bring(arena, 0, 1)
     arena.version[frames] = 2**32 - 1
-    arena.lease(0, array(1), frames)
+    arena.lease(0, frames)
     assert arena.version[frames].tolist() == [0]
 
 
@@ -248,7 +249,7 @@ def test_pinned_frames_are_written_only_when_all_are(arena: Arena) -> None:
     make_dirty(arena, 0, 1)
     frames = bring(arena, 0, 1)
     assert len(arena.collect(0, 9, unpinned_only=True)) == 0
-    arena.lease(0, array(1), frames)
+    arena.lease(0, frames)
     assert len(arena.collect(0, 9, unpinned_only=False)) == 0  # leased: its bytes may be changing
     arena.end_lease(frames)
     assert arena.collect(0, 9, unpinned_only=False).tolist() == frames.tolist()

@@ -18,7 +18,7 @@ from dsa.io.eviction import DIRTY, FILLING, LEASED, WRITING, Policy
 from dsa.io.segments import Segments
 from dsa.io.window import Batch, Kind, Window
 
-SEEDS, MORE_SEEDS = range(12), range(50, 80)
+SEEDS, MORE_SEEDS = range(12), range(50, 120)
 MOVES = 300
 TakeOut = Callable[[pytest.MonkeyPatch], None]
 
@@ -33,9 +33,9 @@ def dirty_from_the_commit_on(patch: pytest.MonkeyPatch) -> None:
     """Rule 2: a frame counts as dirty from the commit on, not from the lease on."""
     lease, commit = Arena.lease, Bookkeeping.commit
 
-    def lease_clean(self: Arena, table: int, rows: Any, frames: Any) -> None:
+    def lease_clean(self: Arena, table: int, frames: Any) -> None:
         fresh = frames[self.flags[frames] & DIRTY == 0]
-        lease(self, table, rows, frames)
+        lease(self, table, frames)
         self.flags[fresh] &= 255 - DIRTY
         self.dirty[table] -= len(fresh)
 
@@ -248,7 +248,7 @@ def no_parts(patch: pytest.MonkeyPatch) -> None:
 def parts_at_once(patch: pytest.MonkeyPatch) -> None:
     """A step whose first piece is short of frames pins those of a later piece meanwhile."""
 
-    def bring_all(self: Bookkeeping, batch: Batch) -> None:
+    def bring_all(self: Bookkeeping, batch: Batch, ended: Any = ()) -> None:
         for piece in reversed(batch.pieces):
             if piece.remaining:
                 self._take(batch, piece)

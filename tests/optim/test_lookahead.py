@@ -32,10 +32,12 @@ class RecordingAnnouncer:
     def open(self) -> list[int]:
         return sorted(self.announced)
 
-    def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
+    def announce_ahead(self, rows: Mapping[Key, Rows], hand_out: int | None = None) -> int:
         ticket = sum(name == "announce" for name, _ in self.calls)
         self.announced[ticket] = rows
         self.calls.append(("announce", rows))
+        if hand_out is not None:
+            self.hand_out(hand_out)
         return ticket
 
     def hand_out(self, ticket: int) -> None:
@@ -257,10 +259,10 @@ def test_an_error_is_raised_when_its_batch_would_come(depth: int, where: str) ->
     error = KeyError("third")
 
     class Failing(RecordingAnnouncer):
-        def announce_ahead(self, rows: Mapping[Key, Rows]) -> int:
+        def announce_ahead(self, rows: Mapping[Key, Rows], hand_out: int | None = None) -> int:
             if where == "announcer" and rows == {"w": 3}:
                 raise error
-            return super().announce_ahead(rows)
+            return super().announce_ahead(rows, hand_out)
 
     def numbers() -> Iterator[int]:
         for number in range(6):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsa.optim import random_stream
 from dsa.optim.random_stream import RandomStream
 
 DRAWS: dict[str, Callable[[], object]] = {
@@ -26,8 +27,12 @@ def seed() -> None:
     torch.manual_seed(1)
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> object:
+@pytest.fixture(autouse=True, params=["place known", "numpy is asked"])
+def _restore(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
+    if request.param == "numpy is asked":
+        monkeypatch.setattr(random_stream, "_place_of_kept", lambda: None)
+    else:
+        assert random_stream._place_of_kept() is not None
     bits, state = np.random.get_bit_generator(), np.random.get_state()
     yield
     np.random.set_bit_generator(bits)
