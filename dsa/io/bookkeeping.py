@@ -7,8 +7,6 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
-import enum
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,27 +15,17 @@ from numpy.typing import NDArray
 
 from dsa.io.cache import Arena, Frames, Rows
 from dsa.io.jobs import CleanJob, FillJob, Step, Table, Tally, WriteJob
-from dsa.io.kernels_on_rows import count_members, order_by_slot
 from dsa.io.layout import VOID_ROW
+from dsa.io.policy_news import PolicyNews
 from dsa.io.reach import Reach
+from dsa.io.reads import Reads
 from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
+from dsa.io.write_choice import Need, any_due, choose
 
 _CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
-_MOST_UNTOLD = 64
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
-
-
-class _News(enum.Enum):
-    """What a policy has not been told yet."""
-
-    KNOWN = "known"
-    TOUCHED = "touched"
-    ENDED = "ended"
-
-
-_NO_FRAMES: Frames = np.empty(0, np.int32)
 
 
 @dataclass
@@ -62,25 +50,24 @@ class Bookkeeping:
     frozen: bool = False  # nothing new is begun: the state is about to be replaced
     bringing_rests: bool = False  # next_fill found nothing to begin, and nobody has been told of anything since
     writing_rests: bool = False  # likewise next_write
-    _untold: deque[tuple[_News, Table, int, Rows, Frames]] = field(default_factory=deque)  # see `_tell_policies`
-    _reading: dict[int, FillJob | CleanJob] = field(default_factory=dict)
+    _news: PolicyNews = field(default_factory=PolicyNews)
     _writing: int = 0
     _cleaning: int = 0
-    _next_ticket: int = 0
+
+    def __post_init__(self) -> None:
+        self._reads = Reads(self.chunk_bytes)
 
     # Announcing.
 
     def announce(self, kind: Kind, rows_by_table: Mapping[int, Rows]) -> Batch:
         """Put a batch into the window; its rows are sorted, unique and in range."""
-        if len(self._untold) >= _MOST_UNTOLD:
-            self._tell_policies()
+        self._news.tell_much()
         batch = self.window.new(kind, rows_by_table)
         self.window.add(batch)
         for piece in batch.pieces:
             table = self.tables[piece.table]
-            if not table.arena.roomy:
-                self._untold.append((_News.KNOWN, table, batch.sequence, piece.rows, _NO_FRAMES))
-            elif not (table.arena.frame_of[table.arena_table][piece.rows] < 0).any():
+            self._news.known(table, batch.sequence, piece.rows)
+            if table.arena.roomy and not (table.arena.frame_of[table.arena_table][piece.rows] < 0).any():
                 piece.unframed = 0  # no frame is ever given up here: nothing to bring, and nothing to pin
         if kind is Kind.HOOK:
             for old in self.window.oldest_hooks(MOST_HOOK_ANNOUNCEMENTS):
@@ -101,25 +88,8 @@ class Bookkeeping:
         """Take the batch's pins off; its next use leaves the policy before that is asked for anything."""
         for piece in batch.pieces:
             self._unpin(piece)
-            table = self.tables[piece.table]
-            if batch.kind is not Kind.STEP and not table.arena.roomy:
-                self._untold.append((_News.ENDED, table, batch.sequence, piece.rows, _NO_FRAMES))
-
-    def _tell_policies(self) -> None:
-        """Tell the policies which batches were announced, stepped and ended since, in that order.
-
-        Before they are asked for anything, and where there is much to tell; not in the announcement itself, nor in the
-        step: the training thread would wait for it.
-        """
-        while self._untold:
-            news, table, sequence, rows, frames = self._untold.popleft()
-            policy, number = table.arena.policy, table.arena_table
-            if news is _News.TOUCHED:
-                policy.touched(number, rows, frames)
-            elif news is _News.KNOWN:
-                policy.known(number, sequence, rows, table.arena.frame_of[number][rows])
-            else:
-                policy.ended(number, sequence, table.arena.frame_of[number][rows])
+            if batch.kind is not Kind.STEP:
+                self._news.ended(self.tables[piece.table], batch.sequence, piece.rows)
 
     def _unpin(self, piece: Piece) -> None:
         if piece.held:
@@ -130,25 +100,18 @@ class Bookkeeping:
 
     def next_new(self) -> FillJob | None:
         """The next of the queued jobs, where it needs no read: whoever waits for it may as well do it."""
-        job = self._queued()
+        job = self._reads.queued()
         if job is None or not job.new:
             return None
         job.begun = True
         return job
 
-    def _queued(self) -> FillJob | None:
-        """The oldest fill that nobody has begun."""
-        for job in self._reading.values():
-            if isinstance(job, FillJob) and not job.begun:
-                return job
-        return None
-
     def next_fill(self) -> FillJob | None:
         """The next records to bring in: those of the running step first, then held batches in window order."""
-        job = self._queued()
+        job = self._reads.queued()
         if job is None and not self.frozen and (self.step is None or self.step.batch.complete):
             self._hold_ahead()
-            job = self._queued()
+            job = self._reads.queued()
         if job is not None:
             job.begun = True
         self.bringing_rests = job is None
@@ -177,7 +140,7 @@ class Bookkeeping:
                 if piece.unframed:
                     self.frames_wanted = piece.unframed
                     return
-            if self._queued() is not None:
+            if self._reads.queued() is not None:
                 return
 
     def _crowded(self, batch: Batch) -> bool:
@@ -203,33 +166,18 @@ class Bookkeeping:
             arena.brings(table.arena_table, missing)
         if not missing:
             return
-        self._tell_policies()
+        self._news.tell()
         taken = arena.take(table.arena_table, piece.rows, piece.frames, missing)
         piece.unframed -= len(taken)
         if not len(taken):
             return
-        slots, checks = table.segments.locate(piece.rows[taken])
-        order = order_by_slot(slots)
-        slots, checks, taken = slots[order], checks[order], taken[order]
-        new = int(np.searchsorted(slots, 0))
         batch.brought_rows += len(taken)
-        batch.new_rows += new
-        rows, frames = piece.rows[taken], piece.frames[taken]
-        per_job = max(1, self.chunk_bytes // table.record.record_bytes)
-        starts = [0] * (new > 0) + list(range(new, len(rows), per_job))
-        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
-            part = slice(start, stop)
-            job = FillJob(self._ticket(), table, rows[part], frames[part], slots[part], checks[part])
-            self._reading[job.ticket] = job  # queued and guarded (rule 5) in one instant, for an interrupt may follow
+        batch.new_rows += self._reads.queue(table, piece.rows[taken], piece.frames[taken])
 
     @property
     def next_ticket(self) -> int:
         """Reads submitted from now on have this number or a later one."""
-        return self._next_ticket + 1
-
-    def _ticket(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket
+        return self._reads.next_ticket
 
     def filled(self, job: FillJob) -> None:
         """The job's frames hold their records (checked)."""
@@ -238,17 +186,11 @@ class Bookkeeping:
             self.tally.rows_new += len(job.rows)
         else:
             self.tally.rows_read += len(job.rows)
-        self._read_ended(job.ticket)
+        self._reads.ended(job.ticket, self.tables)
 
     def failed(self, job: FillJob) -> None:
         """The job came to nothing: its frames stay barred until the state is replaced, and nobody waits for it."""
-        self._read_ended(job.ticket)
-
-    def _read_ended(self, ticket: int) -> None:
-        del self._reading[ticket]
-        oldest = min(self._reading, default=self.next_ticket)
-        for table in self.tables:
-            table.segments.reads_ended(oldest)
+        self._reads.ended(job.ticket, self.tables)
 
     # Stepping.
 
@@ -263,27 +205,8 @@ class Bookkeeping:
             # What the step pinned stays pinned; what it does not touch becomes free to go.
             self._let_go(announced)
         if lasting:
-            self._judge(batch, late + used)
+            self.tally.judge(batch, late + used)
         return self.step
-
-    def _judge(self, batch: Batch, covered: Sequence[Batch]) -> None:
-        """Count how much of what the step touches had been announced."""
-        self.tally.rows_touched += batch.rows
-        announced = 0
-        for piece in batch.pieces:
-            said = [other.rows for used in covered for other in used.pieces if other.table == piece.table]
-            whole = len(said) == 1 and np.array_equal(said[0], piece.rows)
-            announced += len(piece.rows) if whole else count_members(piece.rows, said)
-        for used in covered:
-            self._count_misses(used)
-        if covered and not any(used.forgotten for used in covered):
-            self.tally.judged_steps += 1
-            self.tally.judged_rows += batch.rows
-            self.tally.judged_announced += announced
-        self.tally.rows_announced += announced
-
-    def _count_misses(self, batch: Batch) -> None:
-        self.tally.misses += batch.brought_rows
 
     def bring(self) -> bool:
         """Take frames for the running step's rows, from the youngest held batches if need be; whether all have one."""
@@ -354,9 +277,7 @@ class Bookkeeping:
     def lease_frames(self, table: Table, rows: Rows, frames: Frames) -> None:
         """Give frames (pinned, filled) that hold these rows to the step."""
         table.arena.lease(table.arena_table, frames)
-        if not table.arena.roomy:
-            # Until the policy hears of it the frames hold these rows: whoever gives one up tells it first.
-            self._untold.append((_News.TOUCHED, table, 0, rows, frames))
+        self._news.touched(table, rows, frames)
 
     def commit(self, piece: Piece, positions: NDArray[np.int64]) -> None:
         """The step has updated these rows."""
@@ -379,7 +300,7 @@ class Bookkeeping:
                 piece.forget_frames()
         if step.lasting:
             self.tally.steps += 1
-            self._count_misses(step.batch)
+            self.tally.misses += step.batch.brought_rows
 
     def _running(self) -> Step:
         if self.step is None:
@@ -406,33 +327,17 @@ class Bookkeeping:
         return True
 
     def _may_bring(self) -> bool:
-        if self._queued() is not None:
+        if self._reads.queued() is not None:
             return True
         if self.frozen or not (self.step is None or self.step.batch.complete):
             return False
         return any(piece.unframed for batch in self._within_reach() for piece in batch.pieces)
 
     def _may_write(self, dirty_share: float | None) -> bool:
-        return not self.frozen and any(self._writes_due(table, dirty_share) for table in self.tables)
+        return not self.frozen and any_due(self.tables, self._need(dirty_share))
 
-    def _writes_due(self, table: Table, dirty_share: float | None) -> bool:
-        """Whether some of the table's frames are to be written now."""
-        arena, number = table.arena, table.arena_table
-        if self.draining:
-            return arena.dirty[number] > arena.writing[number]
-        left = self._idle_dirty(table)
-        if left <= 0:
-            return False
-        if self.frames_wanted > sum(arena.writing):
-            return True
-        if dirty_share is not None:
-            return sum(arena.dirty) > dirty_share * arena.n_frames
-        slots = table.layout.slots
-        return left >= slots and not arena.roomy and arena.wants_writing(number, slots)
-
-    def _idle_dirty(self, table: Table) -> int:
-        """Dirty frames of the table that nobody pins and that are not being written (or a few less)."""
-        return int(table.arena.idle_dirty[table.arena_table]) - table.arena.writing[table.arena_table]
+    def _need(self, dirty_share: float | None, idle: bool = False) -> Need:
+        return Need(self.draining, self.frames_wanted, dirty_share, idle)
 
     # Writing behind.
 
@@ -442,44 +347,19 @@ class Bookkeeping:
         It is time when frames are wanted, when a checkpoint drains them all, and when more than the share of the cache
         is dirty. Without one (None) it is time when there are whole segments of them, and few others to give up.
         """
-        job = self._next_write(dirty_share, idle)
+        job = None if self.frozen else self._next_write(self._need(dirty_share, idle))
         self.writing_rests = job is None
         return job
 
-    def _next_write(self, dirty_share: float | None, idle: bool) -> WriteJob | None:
-        if self.frozen:
+    def _next_write(self, need: Need) -> WriteJob | None:
+        chosen = choose(self.tables, need, self._news)
+        if chosen is None:
             return None
-        if dirty_share is None and not self.draining:
-            self._look()
-        for table in sorted(self.tables, key=self._precedence, reverse=True):
-            arena = table.arena
-            left = arena.dirty[table.arena_table] - arena.writing[table.arena_table]
-            if not self._writes_due(table, dirty_share) and not (idle and left >= table.layout.slots):
-                continue
-            self._tell_policies()
-            frames = arena.collect(
-                table.arena_table,
-                table.layout.slots,
-                urgent=self.draining or self.frames_wanted > 0,
-                unpinned_only=not self.draining,
-            )
-            if not len(frames):
-                continue
-            segment = table.segments.allocate(cleaning=False)
-            rows = arena.row_of[frames]
-            self._writing += 1
-            checks = np.zeros(len(frames), np.uint32)
-            return WriteJob(table, segment, frames, rows, arena.version[frames], checks, self.draining)
-        return None
-
-    def _look(self) -> None:
-        self._tell_policies()
-        for table in self.tables:
-            if not table.arena.roomy and self._idle_dirty(table) >= table.layout.slots:
-                table.arena.look(table.arena_table, table.layout.slots)
-
-    def _precedence(self, table: Table) -> tuple[int, int]:
-        return table.arena.overdue(table.arena_table), self._idle_dirty(table)
+        table, frames = chosen
+        segment = table.segments.allocate(cleaning=False)
+        self._writing += 1
+        rows, versions = table.arena.row_of[frames], table.arena.version[frames]
+        return WriteJob(table, segment, frames, rows, versions, np.zeros(len(frames), np.uint32), need.draining)
 
     def copied(self, job: WriteJob) -> None:
         """The frames were copied to the segment's buffer: what a lease may have overlapped is void (rule 7)."""
@@ -488,8 +368,8 @@ class Bookkeeping:
 
     def written(self, job: WriteJob) -> None:
         """The segment is in the file: the index follows, and the frames that nobody changed since are clean."""
-        job.table.segments.written(job.segment, job.rows, job.checks, self.next_ticket, None)
-        self._segments_settled()
+        job.table.segments.written(job.segment, job.rows, job.checks, self._reads.next_ticket, None)
+        self._reads.settle(self.tables)
         job.table.arena.written(job.table.arena_table, job.frames, job.versions)
         self._writing -= 1
         self.tally.rows_written += int(np.count_nonzero(job.rows >= 0))
@@ -497,11 +377,6 @@ class Bookkeeping:
     def dirty_frames(self) -> int:
         """Frames that hold what the log does not."""
         return sum(sum(arena.dirty) for arena in self.arenas)
-
-    def _segments_settled(self) -> None:
-        oldest = min(self._reading, default=self.next_ticket)
-        for table in self.tables:
-            table.segments.reads_ended(oldest)
 
     # Cleaning.
 
@@ -513,20 +388,18 @@ class Bookkeeping:
         if not victims:
             return None
         target = table.segments.allocate(cleaning=True)
-        job = CleanJob(self._ticket(), table, victims, target, [int(table.segments.used[v]) for v in victims])
-        self._reading[job.ticket] = job
         self._cleaning += 1
-        return job
+        return self._reads.clean(table, victims, target)
 
     def cleaned(self, job: CleanJob, rows: Rows, slots: NDArray[np.int64], checks: Checks) -> None:
         """The live records of the victims are in the target; the index follows where it still says `slots` (rule 4)."""
         segments = job.table.segments
-        self._read_ended(job.ticket)
-        ticket = self.next_ticket
+        self._reads.ended(job.ticket, self.tables)
+        ticket = self._reads.next_ticket
         segments.written(job.target, rows, checks, ticket, slots)
         for victim in job.victims:
             segments.abandon(victim, ticket)
-        self._segments_settled()
+        self._reads.settle(self.tables)
         self._cleaning -= 1
         self.tally.segments_cleaned += len(job.victims)
         self.tally.rows_cleaned += len(rows)
@@ -539,7 +412,7 @@ class Bookkeeping:
 
     def quiet(self) -> bool:
         """Whether nothing is in flight or about to be."""
-        return not (self._reading or self._writing or self._cleaning)
+        return not (self._reads or self._writing or self._cleaning)
 
     def writes_in_flight(self) -> bool:
         """Whether segments are being written or cleaned."""
@@ -553,7 +426,7 @@ class Bookkeeping:
     def go_on_with(self, tables: list[Table], arenas: list[Arena]) -> None:
         """Replace tables and arenas; nothing may be in flight."""
         self.forget_window()  # any thread may have announced since the window was forgotten last
-        self._untold.clear()  # the policies begin anew, also where an interrupt has left one half told
+        self._news.forget()
         self.tables, self.arenas = tables, arenas
 
     def reset(self) -> None:
@@ -565,5 +438,5 @@ class Bookkeeping:
 
     def retain(self, table: Table, retained: NDArray[np.bool_]) -> None:
         """Set which of the table's segments generations refer to."""
-        table.segments.retain(retained, self.next_ticket)
-        self._segments_settled()
+        table.segments.retain(retained, self._reads.next_ticket)
+        self._reads.settle(self.tables)

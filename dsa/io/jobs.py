@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.cache import Arena, Frames, Rows
+from dsa.io.kernels_on_rows import count_members
 from dsa.io.layout import RecordLayout, SegmentLayout
 from dsa.io.segments import NEVER_WRITTEN, Checks, Segments
 from dsa.io.window import Batch
@@ -107,3 +109,22 @@ class Tally:
     judged_steps: int = 0  # steps for which something was announced, and nothing of it forgotten
     judged_rows: int = 0
     judged_announced: int = 0
+
+    def judge(self, batch: Batch, covered: Sequence[Batch]) -> None:
+        """Count what a step touches, how much of it had been announced, and what was brought in for that.
+
+        Args:
+            covered: the announced batches that it uses up.
+        """
+        announced = 0
+        for piece in batch.pieces:
+            said = [other.rows for used in covered for other in used.pieces if other.table == piece.table]
+            whole = len(said) == 1 and np.array_equal(said[0], piece.rows)
+            announced += len(piece.rows) if whole else count_members(piece.rows, said)
+        self.misses += sum(used.brought_rows for used in covered)
+        if covered and not any(used.forgotten for used in covered):
+            self.judged_steps += 1
+            self.judged_rows += batch.rows
+            self.judged_announced += announced
+        self.rows_touched += batch.rows
+        self.rows_announced += announced

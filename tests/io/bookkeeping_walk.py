@@ -405,7 +405,7 @@ class Walk:
 
     def _fills_due(self) -> list[FillJob]:
         """Fills that are under way, and those that nobody has begun."""
-        jobs = [job for job in self.books._reading.values() if isinstance(job, FillJob)]
+        jobs = [job for job in self.books._reads._jobs.values() if isinstance(job, FillJob)]
         begun = {job.ticket for job in jobs if job.begun}
         expect(begun == {job.ticket for job in self.fills}, f"begun are {begun}")
         return jobs

@@ -520,14 +520,14 @@ def test_what_the_policy_is_told_late_is_told_before_it_is_asked_and_never_piles
     assert (frame_of[8:20] < 0).sum() + (frame_of[:2] < 0).sum() == 12
     for _ in range(100):
         world.announce(Kind.HOOK, {0: [1]})
-    assert len(world.books._untold) <= 65
+    assert len(world.books._news) <= 65
 
 
 def test_a_state_can_be_loaded_although_an_interrupt_left_a_policy_half_told() -> None:
     world = Walk((40,), (10, 1), dirty_share=None)
     update(world, {0: range(10)})
     world.announce(Kind.ANNOUNCED, {0: [1, 2]})
-    world.books._untold.popleft()  # taken up, and the interrupt came
+    world.books._news._untold.popleft()  # taken up, and the interrupt came
     write_all(world)
     world.books.forget_window()
     world.books.reset()
