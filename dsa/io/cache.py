@@ -92,7 +92,7 @@ class Arena:
         """
         if self._may_be_overdue(table, segment_rows) or self.overdue(table) >= segment_rows:
             return True
-        there = self.n_frames - self.pinned - int(self.idle_dirty.sum()) + sum(self.writing)
+        there = self.n_frames - self.pinned - int(sum(self.idle_dirty.tolist())) + sum(self.writing)
         return sum(self._brought) > there
 
     def overdue(self, table: int) -> int:

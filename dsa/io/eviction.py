@@ -208,8 +208,7 @@ class Policy:
         """The frames, best first; where the hand is then; and the key of the last one (NOBODY: there are fewer)."""
         if count <= 0:
             return np.zeros(0, np.int32), hand, -1
-        oldest = min((f.oldest for f in self._foresights if f.oldest is not None), default=0)
-        newest = max((f.newest for f in self._foresights if f.newest is not None), default=-1)
+        oldest, newest = self._known_span()
         look = min(self.n_frames, max(_LEAST_LOOK, _LOOK * count))
         chosen, hand, last = _choose(
             count,
@@ -227,6 +226,15 @@ class Policy:
             newest - oldest + 1,
         )
         return chosen, int(hand), int(last)
+
+    def _known_span(self) -> tuple[int, int]:
+        """The lowest and the highest number of a known batch; (0, -1) where none is known."""
+        oldest, newest = 0, -1
+        for foresight in self._foresights:
+            if len(foresight):
+                first, last = foresight.span
+                oldest, newest = (first, last) if newest < 0 else (min(oldest, first), max(newest, last))
+        return oldest, newest
 
     @property
     def roomy(self) -> bool:

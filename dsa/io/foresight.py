@@ -64,14 +64,9 @@ class Foresight:
         return sequence in self._slots
 
     @property
-    def oldest(self) -> int | None:
-        """The lowest known sequence number; None where no batch is known."""
-        return next(iter(self._slots), None)
-
-    @property
-    def newest(self) -> int | None:
-        """The highest known sequence number; None where no batch is known."""
-        return next(reversed(self._slots), None)
+    def span(self) -> tuple[int, int]:
+        """The lowest and the highest known sequence number; there must be one."""
+        return next(iter(self._slots)), next(reversed(self._slots))
 
     def rows(self, sequence: int) -> NDArray[np.uint32]:
         """The rows of a known batch, ascending: a view that is good until the next `announce` or `retire`.
@@ -142,7 +137,8 @@ class Foresight:
     def _slot(self, sequence: int) -> int:
         slot = self._slots.get(sequence)
         if slot is None:
-            raise UsageError(f"batch {sequence} is not known; known are {len(self._slots)} batches up to {self.newest}")
+            newest = next(reversed(self._slots), None)
+            raise UsageError(f"batch {sequence} is not known; known are {len(self._slots)} batches up to {newest}")
         return slot
 
     def _take_slot(self) -> int:

@@ -60,8 +60,9 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert self.foresight.next_use(np.arange(self.n_rows)).tolist() == naive
         assert self.foresight.next_use(np.arange(self.n_rows)[::-1]).tolist() == naive[::-1]
         assert len(self.foresight) == len(self.known)
-        assert self.foresight.oldest == min(self.known, default=None)
-        assert self.foresight.newest == max(self.known, default=None)
+        assert len(self.foresight) == len(self.known)
+        if self.known:
+            assert self.foresight.span == (min(self.known), max(self.known))
         for sequence, rows in self.known.items():
             assert sequence in self.foresight
             assert self.foresight.rows(sequence).tolist() == rows
@@ -107,7 +108,7 @@ def test_memory_follows_what_is_known_at_once() -> None:
             # Some leave out of order, as dropped batches do.
             foresight.retire(sequence if sequence % 3 == 0 else next(iter(foresight._slots)))
         while len(foresight) > 16:
-            oldest = foresight.oldest
+            oldest = foresight.span[0] if len(foresight) else None
             assert oldest is not None
             foresight.retire(oldest)
     assert len(foresight._rows) < 2 * 17 * 600

@@ -35,27 +35,34 @@ CANDIDATES: tuple[tuple[str, Callable[[IOConfig], Backend]], ...] = (
 
 
 def open_backend(name: str, config: IOConfig) -> Backend:
-    """The backend of that name, or for "auto" the best that works here; one log line says which and why.
+    """The backend of that name; for "auto" the one that the config's probe found to be the best, if that works here,
+    else the first that does. One log line says which and why.
 
     Raises:
         ConfigError: there is no such backend, or it (for "auto": every one) cannot work here, and why.
     """
-    known = [candidate for candidate, _ in CANDIDATES]
-    if name != "auto" and name not in known:
-        raise ConfigError(f"unknown backend {name!r}: choose one of {', '.join(['auto', *known])}")
+    factories = dict(CANDIDATES)
+    if name != "auto" and name not in factories:
+        raise ConfigError(f"unknown backend {name!r}: choose one of {', '.join(['auto', *factories])}")
+    candidates, why = [name], "asked for by name"
     reasons: list[str] = []
+    if name == "auto":
+        candidates, why = list(factories), "the best that there is"
+        probed = config.probed_backend
+        if probed in factories:
+            candidates, why = [probed, *(other for other in factories if other != probed)], "chosen by the probe"
+        elif probed is not None:
+            reasons.append(f"{probed}, chosen by the probe, is not a backend of this program")
     cause: Exception | None = None
-    for candidate, factory in CANDIDATES:
-        if name not in ("auto", candidate):
-            continue
+    for candidate in candidates:
         try:
-            backend = factory(config)
+            backend = factories[candidate](config)
         except Exception as error:
             # Whatever keeps one from working (an old kernel, a filter of system calls), the next may work.
-            reasons.append(f"{candidate} cannot work here: {error}")
+            chosen = ", chosen by the probe," if name == "auto" and candidate == config.probed_backend else ""
+            reasons.append(f"{candidate}{chosen} cannot work here: {error}")
             cause = error
             continue
-        why = "; ".join(reasons) or ("asked for by name" if name != "auto" else "the best that there is")
-        _log.info("backend %s (%s)", candidate, why)
+        _log.info("backend %s (%s)", candidate, "; ".join(reasons) or why)
         return backend
     raise ConfigError("; ".join(reasons)) from cause

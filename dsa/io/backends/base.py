@@ -8,7 +8,7 @@ offset and the errno.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,6 +77,21 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
         """Write all of `buffer` at `offset`; `before` fills the buffer first, in the thread that writes it."""
+
+    def begin_read(
+        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
+    ) -> Awaitable[None]:
+        """What `read` waits for: a coroutine, or a future where the transfer needs none, which spares the loop a task.
+
+        Bytes move until it has ended, also where a future that is waited for is cancelled.
+        """
+        return self.read(file, extents, buffer, then)
+
+    def begin_write(
+        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
+    ) -> Awaitable[None]:
+        """Likewise what `write` waits for."""
+        return self.write(file, offset, buffer, before)
 
     @abc.abstractmethod
     async def sync(self, file: File) -> None:

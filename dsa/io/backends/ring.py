@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.io.backends.ringloop import FAULT_UNCANCELLABLE, NO_FAULTS, UNREGISTER_BUFFERS, drain, move
+from dsa.io.backends.ringloop import FAULT_UNCANCELLABLE, NO_FAULTS, UNREGISTER_BUFFERS, all_inside, drain, move
 
 READ, WRITE = 22, 23
 # The numbers of the system calls are the same on every architecture that is younger than io_uring, and on x86-64.
@@ -198,7 +198,7 @@ class Ring:
         """
         if not self._release.alive:
             raise OSError(errno.EBADF, "the io_uring is closed")
-        if len(at) and (int(at.min()) < 0 or int((at + lengths).max()) > buffer.nbytes or int(lengths.min()) < 0):
+        if not all_inside(at, lengths, buffer.nbytes):
             raise ValueError(f"an extent lies outside of its buffer of {buffer.nbytes} bytes")
         report = np.zeros(7, np.int64)
         # Registering pins all of the buffer: worth it where most of it is moved, by many requests.

@@ -51,6 +51,15 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 
 
 @kernel
+def all_inside(at: NDArray[np.int64], lengths: NDArray[np.int64], nbytes: int) -> bool:
+    """Whether every extent lies in a buffer of so many bytes."""
+    outside = 0
+    for i in range(len(at)):
+        outside += at[i] < 0 or lengths[i] < 0 or at[i] > nbytes - lengths[i]
+    return bool(outside == 0)
+
+
+@kernel
 def _monotonic_ns(clock: NDArray[np.int64]) -> int:
     _clock_gettime(1, clock.ctypes.data)
     return clock[0] * 1_000_000_000 + clock[1]  # type: ignore[no-any-return]

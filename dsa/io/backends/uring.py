@@ -79,6 +79,14 @@ class UringBackend(LocalFiles):
         return file
 
     async def read(self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None) -> None:
+        await ended(self.begin_read(file, extents, buffer, then))
+
+    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
+        await ended(self.begin_write(file, offset, buffer, before))
+
+    def begin_read(
+        self, file: File, extents: Extents, buffer: Bytes, then: Callable[[], None] | None = None
+    ) -> asyncio.Future[None]:
         _check_buffer(buffer)
         descriptor(file, "read")
         if not buffer.flags.writeable:
@@ -87,9 +95,11 @@ class UringBackend(LocalFiles):
         check_alignment(file, wanted, buffer)
         self.counters.read_requests += len(wanted)
         self.counters.read_bytes += int(wanted.lengths.sum())
-        await ended(_least_busy(self._readers).submit(file, wanted, buffer, None, then))
+        return _least_busy(self._readers).submit(file, wanted, buffer, None, then)
 
-    async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
+    def begin_write(
+        self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None
+    ) -> asyncio.Future[None]:
         _check_buffer(buffer)
         descriptor(file, "write")
         if offset < 0:
@@ -99,7 +109,7 @@ class UringBackend(LocalFiles):
         check_alignment(file, extents, buffer)
         self.counters.write_requests += len(extents)
         self.counters.write_bytes += buffer.nbytes
-        await ended(_least_busy(self._writers).submit(file, extents, buffer, before, None))
+        return _least_busy(self._writers).submit(file, extents, buffer, before, None)
 
     def shut_down(self, timeout_s: float) -> None:
         for each in (*self._readers, *self._writers):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ class WatchedBackend(Backend):
 
     async def _answered(
         self,
-        call: Coroutine[Any, Any, _T],
+        call: Awaitable[_T],
         what: str,
         path: Path,
         offset: int | None = None,
@@ -49,8 +50,11 @@ class WatchedBackend(Backend):
                 answers = self._answers
                 await done(task, self._limit_s + allowance_s)
         except asyncio.CancelledError:
-            task.cancel()  # it ends when its bytes have stopped to move, and only then may this one
-            await done(task)
+            if isinstance(task, asyncio.Task):
+                task.cancel()
+            while not task.done():  # it ends when its bytes have stopped to move, and only then may this one
+                with contextlib.suppress(asyncio.CancelledError):
+                    await done(task)
             _look_at(task)
             raise
         if task.done():
@@ -63,11 +67,11 @@ class WatchedBackend(Backend):
         first = int(extents.offsets[0]) if len(extents) else None
         length = int(extents.lengths.sum())
         allowance_s = len(extents) * SLOW_REQUEST_S + length / SLOW_BYTES_PER_S
-        call = self.inner.read(file, extents, buffer, then)
+        call = self.inner.begin_read(file, extents, buffer, then)
         await self._answered(call, "read", file.path, first, length, allowance_s)
 
     async def write(self, file: File, offset: int, buffer: Bytes, before: Callable[[], None] | None = None) -> None:
-        call = self.inner.write(file, offset, buffer, before)
+        call = self.inner.begin_write(file, offset, buffer, before)
         allowance_s = buffer.nbytes / SLOW_BYTES_PER_S
         self._unsynced_bytes += buffer.nbytes
         await self._answered(call, "write", file.path, offset, buffer.nbytes, allowance_s)

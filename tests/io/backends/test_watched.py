@@ -1,0 +1,95 @@
+"""What stands between the engine and its backend: it changes nothing but the wait for a device that answers nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backend_rigs import PATIENCE_S, RIGS, Faults, Rig
+
+from dsa.config import IOConfig
+from dsa.errors import DeviceError
+from dsa.io.backends.base import File
+from dsa.io.backends.watched import WatchedBackend
+from dsa.io.extents import Extents
+
+DATA = np.arange(8192, dtype=np.int64).astype(np.uint8)
+
+
+def extents(*of: tuple[int, int, int]) -> Extents:
+    offsets, lengths, at = np.array(of, np.int64).T
+    return Extents(offsets, lengths, at)
+
+
+@pytest.fixture(params=RIGS, ids=str)
+def rig(request: pytest.FixtureRequest) -> Rig:
+    found: Rig = request.param
+    return found
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    made = Faults()
+    yield made
+    made.open_gates()
+
+
+@pytest.fixture
+def backend(rig: Rig, faults: Faults) -> Iterator[WatchedBackend]:
+    made = WatchedBackend(rig.make(IOConfig(), faults), PATIENCE_S)
+    yield made
+    faults.open_gates()
+    made.shut_down(PATIENCE_S)
+
+
+@pytest.fixture
+def file(backend: WatchedBackend, tmp_path: Path) -> Iterator[File]:
+    path = tmp_path / "f"
+    path.write_bytes(DATA.tobytes())
+    opened = backend.open(path)
+    yield opened
+    backend.close(opened)
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancelled_transfer_ends_only_when_its_memory_is_at_rest(
+    backend: WatchedBackend, file: File, faults: Faults, what: str, times: int
+) -> None:
+    faults.gates[what].clear()
+    buffer = np.zeros(100, np.uint8)
+    call = backend.read(file, extents((0, 100, 0)), buffer) if what == "read" else backend.write(file, 0, buffer)
+    moving = asyncio.ensure_future(call)
+    assert await asyncio.to_thread(faults.entered[what].wait, PATIENCE_S)
+    for _ in range(times):
+        moving.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not moving.done()
+    faults.gates[what].set()
+    with pytest.raises(asyncio.CancelledError):
+        await moving
+    assert np.array_equal(buffer, DATA[:100] if what == "read" else np.zeros(100))
+    assert file.path.read_bytes()[:100] == (DATA[:100].tobytes() if what == "read" else bytes(100))
+    await backend.read(file, extents((200, 50, 0)), buffer)  # and it is as good as before
+    assert np.array_equal(buffer[:50], DATA[200:250])
+
+
+async def test_errors_come_through_as_they_are(backend: WatchedBackend, file: File, faults: Faults) -> None:
+    def damaged() -> None:
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        await backend.read(file, extents((0, 100, 0)), np.zeros(100, np.uint8), damaged)
+    with pytest.raises(ValueError, match="damaged"):
+        await backend.write(file, 0, np.zeros(100, np.uint8), damaged)
+    with pytest.raises(ValueError, match="does not fit"):
+        await backend.read(file, extents((0, 100, 0)), np.zeros(10, np.uint8))
+    faults.errors[1000] = errno.EIO
+    with pytest.raises(DeviceError) as caught:
+        await backend.read(file, extents((900, 200, 0)), np.zeros(200, np.uint8))
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(file.path))
