@@ -9,8 +9,7 @@ weights. Where torch alone can take its roots, a region is run twice instead, fo
 
 All take the same cells, which describe flat arrays by their addresses: one compiled version serves every layout. Weight
 `j` of row `r` is at `r * row_stride + j * column_stride`. Half-precision numbers (bf16 and fp16) come as their bits: a
-table holds the float32 of each. All code that a region uses is in this file, since a change to another one would not
-make numba compile it anew.
+table holds the float32 of each.
 
 Rows lie far apart, and the processor cannot guess the next one: each loop asks for rows some way ahead of its own.
 """

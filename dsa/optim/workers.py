@@ -12,28 +12,24 @@ rows until none is left, so any number of threads may run it, and a slow one is 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import queue
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import torch
 from numba import types
-from numba.core.errors import NumbaWarning
 from numpy.typing import NDArray
 
+from dsa.io.compile import callback
 from dsa.optim.native import address_of_own
 
 PART_ELEMENTS = 1 << 13  # numbers in one claimed part of the rows
 PARALLEL_ELEMENTS = 1 << 16  # fewer than these do not pay for a second core
 
 _PID = os.getpid()
-_log = logging.getLogger("dsa")
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _Run = Callable[[int, int, int], None]
 
@@ -49,14 +45,7 @@ class Region:
 
 def region(function: Callable[[int], None]) -> Region:
     """Compile a region now. Cached on disk where that is possible."""
-    signature = types.void(types.int64)
-    try:
-        return Region(numba.cfunc(signature, cache=True)(function))
-    except RuntimeError as error:
-        _log.info("a compiled region is not cached: %s", error)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumbaWarning)
-            return Region(numba.cfunc(signature)(function))
+    return Region(callback(function, types.void(types.int64)))
 
 
 def threads_for(elements: int) -> int:
