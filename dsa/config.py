@@ -52,18 +52,20 @@ class IOConfig:
         dirty_share: write-behind starts when dirty frames are more than this share of the cache; None: when fewer
             frames can be given up than a batch brings in, or a segment of dirty ones should go before them; where every
             row has a frame, only when the disk is idle.
-        grow_tables: a parameter may have more rows than its table on disk: those that were added begin with zero
-            moments. Otherwise that is refused.
+        grow_tables: a parameter may have more rows than its table on disk, or than the moments in the state dict of a
+            torch.optim.SparseAdam: those that were added begin with zero moments. Otherwise that is refused.
         uvloop: run the event loop on uvloop where it is installed.
         stall_timeout_s: a device that answers nothing for so long is an error.
         probe: a probe of the device, or the file in which `dsa probe --json` saved one: queue_depth, merge_gap_bytes,
-            max_request_bytes and segment_bytes come from it where they are not given.
+            max_request_bytes and segment_bytes come from it where they are not given, and the backend where that is
+            "auto" and the probe's works here.
 
     Raises:
         ConfigError: a value is out of range, or the probe's file cannot be read.
     """
 
     _given: ClassVar[frozenset[str]]
+    _probed_backend: ClassVar[str | None] = None
 
     queue_depth: int = 64
     segment_bytes: int | None = None
@@ -85,6 +87,11 @@ class IOConfig:
         object.__setattr__(config, "_given", frozenset(given))
         return config
 
+    @property
+    def probed_backend(self) -> str | None:
+        """The backend that the probe found to be the best; None where it names none, and without a probe."""
+        return self._probed_backend
+
     def __post_init__(self) -> None:
         source = self._take_from_probe()
         self._check(source)
@@ -94,7 +101,7 @@ class IOConfig:
         if self.probe is None:
             return {}
         if isinstance(self.probe, (str, Path)):
-            knobs, place = _read_choice(Path(self.probe)), str(self.probe)
+            chosen, place = _read_choice(Path(self.probe)), str(self.probe)
         else:
             choice = getattr(self.probe, "choice", None)
             if not isinstance(choice, DeviceChoice):
@@ -102,11 +109,17 @@ class IOConfig:
                     "IOConfig.probe must be the path of a file that `dsa probe --json` wrote, or a DeviceProbe, got "
                     f"{self.probe!r}"
                 )
-            knobs, place = {name: getattr(choice, name) for name in _PROBED_KNOBS}, "the probe"
+            chosen, place = {name: getattr(choice, name) for name in ("backend", *_PROBED_KNOBS)}, "the probe"
+        backend = chosen["backend"]
+        if not isinstance(backend, (str, type(None))):
+            raise ConfigError(
+                f"IOConfig.probe: its choice.backend must be a backend's name, got {backend!r} (from {place})"
+            )
+        object.__setattr__(self, "_probed_backend", backend)
         source = {}
-        for name, value in knobs.items():
+        for name in _PROBED_KNOBS:
             if name not in self._given:
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, chosen[name])
                 source[name] = f" (from {place})"
         return source
 
@@ -145,7 +158,7 @@ _PROBED_KNOBS = ("queue_depth", "merge_gap_bytes", "max_request_bytes", "segment
 
 
 def _read_choice(path: Path) -> dict[str, Any]:
-    """The knobs that a saved probe recommends."""
+    """The backend and the knobs that a saved probe recommends."""
     again = f"write it anew with: dsa probe DIRECTORY --json > {path}"
     try:
         found = json.loads(path.read_text())
@@ -164,4 +177,4 @@ def _read_choice(path: Path) -> dict[str, Any]:
     lacking = [name for name in _PROBED_KNOBS if name not in choice]
     if lacking:
         raise ConfigError(f"IOConfig.probe: {path} lacks choice.{', choice.'.join(lacking)}; {again}")
-    return {name: choice[name] for name in _PROBED_KNOBS}
+    return {"backend": choice.get("backend"), **{name: choice[name] for name in _PROBED_KNOBS}}

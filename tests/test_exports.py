@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from dsa import DiskSparseAdam
 from dsa.cli import app
-from dsa.errors import DeviceError
+from dsa.errors import DeviceError, UsageError
 from dsa.io.whole_file import WholeFile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,6 +136,97 @@ def test_a_whole_file_takes_its_room_and_tells_the_first_failure(mount: Mounts) 
         fail_and_fail_again()
     with pytest.raises(DeviceError, match="errno 17"):
         WholeFile(place / "a")
+
+
+class Calls:
+    """The calls that make an export durable, in order, with what they are of; one kind of them can fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.found: list[tuple[str, Path]] = []
+        self.fail = ("", 0)
+        self._folder = folder
+        for name in ("fsync", "fdatasync", "replace"):
+            monkeypatch.setattr(os, name, self._noted(name, getattr(os, name)))
+
+    def _noted(self, name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def noted(first: Any, *target: Path) -> None:
+            place = Path(target[0] if target else os.readlink(f"/proc/self/fd/{first}"))
+            if place == self._folder or self._folder in place.parents:
+                kind = "rename" if target else "sync of the directory" if place == self._folder else "sync"
+                self.found.append((kind, place))
+                if kind == self.fail[0]:
+                    raise OSError(self.fail[1], os.strerror(self.fail[1]))
+            call(first, *target)
+
+        return noted
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    if sys.platform != "linux":
+        pytest.skip("what a descriptor is of is found as Linux shows it")
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    return Calls(monkeypatch, folder)
+
+
+def export_by(way: str, state: Path, file: Path) -> str:
+    """Export by the optimizer's method or by the command; what failed, or nothing."""
+    if way == "command":
+        return command("export", state, file, "--overwrite")[2]
+    param = nn.Parameter(torch.zeros(N_ROWS, WIDTH))
+    with DiskSparseAdam([("w", param)], state_dir=state, existing="resume") as opt:
+        try:
+            opt.export_state_dict(file)
+        except DeviceError as error:
+            return str(error)
+    return ""
+
+
+WAYS = pytest.mark.parametrize(("way", "name"), [("method", "x.pt"), ("command", "x.pt"), ("command", "x.safetensors")])
+
+
+@WAYS
+def test_an_export_is_on_the_medium_before_it_has_its_name(
+    tmp_path: Path, state: Path, calls: Calls, way: str, name: str
+) -> None:
+    folder = tmp_path / "exports"
+    assert export_by(way, state, folder / name) == ""
+    (synced, whole), renamed, named = calls.found
+    assert (synced, whole.parent.parent) == ("sync", folder)
+    assert renamed == ("rename", folder / name)
+    assert named == ("sync of the directory", folder)
+    assert list(folder.iterdir()) == [folder / name]
+
+
+@WAYS
+@pytest.mark.parametrize("failing", ["sync", "rename", "sync of the directory"])
+def test_an_export_that_cannot_be_made_durable_says_so_and_leaves_no_part(
+    tmp_path: Path, state: Path, calls: Calls, way: str, name: str, failing: str
+) -> None:
+    folder = tmp_path / "exports"
+    (folder / name).write_bytes(b"the one before")
+    calls.fail = (failing, errno.EIO)
+    assert re.search(f"{failing}.* failed: .*errno {errno.EIO}.*{folder}", export_by(way, state, folder / name))
+    assert list(folder.iterdir()) == [folder / name]
+    assert ((folder / name).read_bytes() == b"the one before") == (failing != "sync of the directory")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_a_directory_takes_an_export(
+    tmp_path: Path, state: Path, calls: Calls, number: int
+) -> None:
+    file = tmp_path / "exports" / "x.pt"
+    calls.fail = ("sync of the directory", number)
+    assert export_by("method", state, file) == ""
+    assert calls.found[-1] == ("sync of the directory", file.parent)
+    assert torch.load(file, weights_only=True)["state"][0]["step"] == 1
+
+
+def test_an_export_to_a_directory_is_refused_at_once(tmp_path: Path, state: Path, calls: Calls) -> None:
+    with pytest.raises(UsageError, match="exports is a directory"):
+        export_by("method", state, tmp_path / "exports")
+    assert calls.found == []
 
 
 LIMITED = """

@@ -12,7 +12,10 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from dsa import DiskSparseAdam
 from dsa.config import DeviceChoice, IOConfig
 from dsa.errors import ConfigError, DeviceError, UsageError
 from dsa.io import backends, probe_trial
@@ -205,6 +208,20 @@ def test_knobs_that_are_not_given_come_from_the_probe(tmp_path: Path, found: Dev
     assert knobs(IOConfig(probe=path)) == expected
 
 
+def test_the_backend_of_a_probe_is_known_to_the_config_and_taken_by_an_optimizer(
+    tmp_path: Path, found: DeviceProbe
+) -> None:
+    assert IOConfig().probed_backend is None
+    path = saved(tmp_path / "probe.json", backend="aiofiles")
+    config = IOConfig(probe=path)
+    assert config.probed_backend == "aiofiles"
+    assert IOConfig(probe=found).probed_backend == found.choice.backend
+    for backend, opened in (("auto", "aiofiles"), ("threads", "threads")):
+        param = nn.Parameter(torch.zeros(20, 4))
+        with DiskSparseAdam([("w", param)], state_dir=tmp_path / backend, io=config, backend=backend) as opt:
+            assert opt.statistics().backend == opened
+
+
 def test_a_config_with_a_probe_is_copied_and_replaced_as_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path / "probe.json")
     config = IOConfig(probe=path)
@@ -212,6 +229,7 @@ def test_a_config_with_a_probe_is_copied_and_replaced_as_it_is(tmp_path: Path) -
     for same in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same == config
         assert knobs(same) == (17, 8192, 512 * 1024, MIB)
+        assert same.probed_backend == "uring"
     saved(path, queue_depth=99)
     changed = dataclasses.replace(config, merge_gap_bytes=0)
     assert knobs(changed) == (17, 0, 512 * 1024, MIB)
@@ -224,6 +242,7 @@ def test_wrong_values_of_a_probe_name_its_file(tmp_path: Path) -> None:
         ({"queue_depth": "many"}, "queue_depth must be a whole number"),
         ({"max_request_bytes": 5000}, "max_request_bytes must be a multiple of 4096"),
         ({"segment_bytes": 9000}, "segment_bytes must be a multiple of 4096"),
+        ({"backend": 7}, "choice.backend must be a backend's name, got 7"),
     ):
         with pytest.raises(ConfigError, match=rf"{says}.*from .*bad\.json"):
             IOConfig(probe=saved(path, **wrong))

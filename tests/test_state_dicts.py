@@ -12,7 +12,7 @@ import torch
 from parity_rig import Twins, check_moments, contents, disk_optimizer, parameters, random_gradient, same_bits, unchanged
 from torch import nn
 
-from dsa import DiskSparseAdam
+from dsa import DiskSparseAdam, IOConfig
 from dsa.errors import ConfigError, MismatchError, StateExistsError, UsageError
 
 SHAPES = {"node": (50, 3), "relation": (50, 2, 2)}
@@ -317,6 +317,64 @@ def test_sparse_adam_state_that_does_not_fit(run: Run) -> None:
         with pytest.raises(MismatchError, match=message):
             run.opt.load_state_dict({**state_dict, "state": {0: entry}})
         run.twins.check()
+
+
+def _with_rows(state_dict: dict[str, Any], rows: dict[str, int]) -> dict[str, Any]:
+    """The state dict of the first parameter alone, whose moments have other numbers of rows (all of them zero)."""
+    entry = state_dict["state"][0]
+    moments = {name: torch.zeros(count, *entry[name].shape[1:]) for name, count in rows.items()}
+    return {**state_dict, "state": {0: {**entry, **moments}}}
+
+
+def test_sparse_adam_state_of_a_table_that_has_grown_is_taken_on_request(run: Run, tmp_path: Path) -> None:
+    run.train(4)
+    adam_dict = run.twins.oracle.state_dict()
+    larger = {name: (73, *shape[1:]) for name, shape in SHAPES.items()}
+    grown = parameters(larger)
+    grow = IOConfig(grow_tables=True)
+    refusing = disk_optimizer(list(grown.items()), tmp_path / "refusing")
+    with pytest.raises(MismatchError, match=r"exp_avg of 'node' has shape \(50, 3\).*\(73, 3\).*grow_tables=True"):
+        refusing.load_state_dict(adam_dict)
+    refusing.close()
+    twins = Twins(grown, tmp_path / "grown", {"lr": 0.1}, cache=3000, io=grow)
+    twins.opt.load_state_dict(adam_dict)
+    padded = {
+        number: {
+            "step": entry["step"],
+            **{k: torch.cat([entry[k], torch.zeros(23, *entry[k].shape[1:])]) for k in ("exp_avg", "exp_avg_sq")},
+        }
+        for number, entry in adam_dict["state"].items()
+    }
+    twins.oracle.load_state_dict({**adam_dict, "state": padded})
+    twins.check()
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(2):  # old rows and new ones
+        rows = torch.randint(30, 73, (20,), generator=generator)
+        twins.step({name: random_gradient(param, rows, generator) for name, param in twins.disk.items()})
+    twins.check()
+    twins.opt.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"exp_avg": 51, "exp_avg_sq": 51}, r"exp_avg of 'node' has shape \(51, 3\), the parameter \(50, 3\)$"),
+        ({"exp_avg": 50, "exp_avg_sq": 51}, r"exp_avg_sq of 'node' has shape \(51, 3\), the parameter \(50, 3\)$"),
+        ({"exp_avg": 50, "exp_avg_sq": 40}, r"moments of 'node' have different shapes.*\(50, 3\).*\(40, 3\)"),
+    ],
+)
+def test_sparse_adam_state_that_does_not_fit_a_table_that_may_grow(
+    run: Run, rows: dict[str, int], message: str
+) -> None:
+    run.train()
+    adam_dict = run.twins.oracle.state_dict()
+    run.opt.close()
+    run.reopen(existing="resume", io=IOConfig(grow_tables=True))
+    with pytest.raises(MismatchError, match=message):
+        run.opt.load_state_dict(_with_rows(adam_dict, rows))
+    run.twins.check()
+    run.opt.load_state_dict(_with_rows(adam_dict, {"exp_avg": 0, "exp_avg_sq": 0}))  # a table that was empty
+    assert not run.opt.moments("node", range(50))["exp_avg"].any()
 
 
 # Weights and moments of different checkpoints.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
@@ -17,10 +14,9 @@ from numpy.typing import NDArray
 
 from dsa.commands.output import absolute, clear_errors, print_json, progress_bar, size
 from dsa.errors import ConfigError, UsageError
-from dsa.io.backends.posix_files import reported
 from dsa.io.manifest import Generation, Manifest, TableEntry
 from dsa.io.reading import Progress, stream
-from dsa.io.whole_file import WholeFile
+from dsa.io.whole_file import WholeFile, replacing
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64"}
 _MOST_GAP_ROWS = 8
@@ -63,16 +59,6 @@ def export(
                 "its hyperparameters are SparseAdam's defaults: the state directory has none; set lr and betas again "
                 "after loading"
             )
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """A folder beside the file in which "whole" is made; then that takes the file's place, durably."""
-    with tempfile.TemporaryDirectory(prefix=".dsa-export-", dir=file.parent) as folder:
-        yield Path(folder)
-        whole = Path(folder) / "whole"
-        with reported(f"rename to {file}", whole):
-            whole.replace(file)
 
 
 @dataclass
@@ -201,7 +187,7 @@ class _TensorFiles(_DenseFiles):
 
 
 def _write_safetensors(directory: Path, number: int | None, file: Path, progress: Progress) -> _DenseFiles:
-    with _replacing(file) as folder:
+    with replacing(file) as folder:
         sink = _Safetensors(path=folder / "whole")
         try:
             stream(directory, number, sink, progress)
@@ -212,7 +198,7 @@ def _write_safetensors(directory: Path, number: int | None, file: Path, progress
 
 
 def _write_state_dict(directory: Path, number: int | None, file: Path, progress: Progress) -> _DenseFiles:
-    with _replacing(file) as folder:
+    with replacing(file) as folder:
         sink = _TensorFiles(folder=folder)
         try:
             stream(directory, number, sink, progress)

@@ -1,10 +1,15 @@
-"""A new file for other programs: every write is whole, errors name the place, and room is taken before it is mapped."""
+"""A new file for other programs: every write is whole, errors name the place, and room is taken before it is mapped.
+
+It is made beside its target and takes that name when it is whole and on the medium: whenever the power goes, there is
+the old file, or none, or the new one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -12,9 +17,44 @@ from types import TracebackType
 from typing import Any
 
 from dsa.errors import DeviceError
-from dsa.io.backends.posix_files import reported, sync_descriptor
+from dsa.io.backends.posix_files import open_descriptor, reported, sync_descriptor
 
 _ZEROS = bytes(1 << 20)
+_CANNOT_SYNC = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A folder beside the target, in which the body makes a file "whole" and syncs it; then that takes the target's
+    name, durably where the file system can sync a directory. What else is in the folder goes with it.
+
+    Raises:
+        DeviceError: the folder cannot be made, or the file not renamed; the target is what it was.
+    """
+    with reported("making a folder for the new file", target.parent):
+        made = tempfile.TemporaryDirectory(prefix=".dsa-export-", dir=target.parent)
+    with made as folder:
+        whole = Path(folder) / "whole"
+        yield Path(folder)
+        with reported(f"rename to {target}", whole):
+            os.replace(whole, target)
+    _sync_names(target.parent)
+
+
+def _sync_names(directory: Path) -> None:
+    """The names in a directory are on the medium when this returns, where its file system can do that."""
+    if os.name == "nt":  # directories cannot be opened there; NTFS keeps names in its journal
+        return
+    try:
+        with reported("sync of the directory", directory):
+            fd = open_descriptor(directory, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except DeviceError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 class WholeFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from dsa.errors import ConfigError, MismatchError, UsageError
 from dsa.io.engine import Engine
-from dsa.io.whole_file import WholeFile
+from dsa.io.whole_file import WholeFile, replacing
 from dsa.optim.parameters import check_unchanged
-from dsa.optim.row_sets import Table, TableDirectory
+from dsa.optim.row_sets import Key, Rows, Table, TableDirectory, resolve
 
 _CHUNK_BYTES = 8 << 20
 _FIELDS = ("exp_avg", "exp_avg_sq")
@@ -56,6 +55,19 @@ def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     if odd:
         raise MismatchError(f"the state dict's entries of {odd} are no dicts; it is damaged")
     return {number: state[key] for number, key in enumerate(keys) if key in state}
+
+
+def own_state(engine: Engine, tables: TableDirectory) -> dict[Tensor, dict[str, Any]]:
+    """The state of each parameter in our own state dicts: what `load` finds its table and its generation by."""
+    return {
+        table.parameter: {
+            "step": engine.steps_of(table.number),
+            "generation": engine.generation,
+            "table": table.name,
+            "state_dir_uuid": engine.uuid,
+        }
+        for table in tables.tables
+    }
 
 
 def names_generation(state: Mapping[Any, Mapping[str, Any]]) -> bool:
@@ -120,16 +132,16 @@ def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mappi
         steps = entry["step"]
         if not isinstance(steps, (int, float, Tensor)) or not (float(steps) >= 0 and float(steps).is_integer()):
             raise MismatchError(f"step of {table.name!r} must be a whole number of at least 0, got {steps!r}")
+        shapes = {}
         for name in _FIELDS:
             moment = entry[name]
             whole = isinstance(moment, Tensor) and moment.layout == torch.strided and not moment.is_meta
             if not whole or not moment.is_floating_point():
                 raise MismatchError(f"{name} of {table.name!r} must be a dense real tensor with data, got {moment!r}")
-            shape = tuple(moment.shape)
-            if shape != tuple(table.parameter.shape):
-                raise MismatchError(
-                    f"{name} of {table.name!r} has shape {shape}, the parameter {tuple(table.parameter.shape)}"
-                )
+            shapes[name] = tuple(moment.shape)
+            _check_shape(engine, table, name, shapes[name])
+        if len(set(shapes.values())) > 1:
+            raise MismatchError(f"the moments of {table.name!r} have different shapes ({shapes}); it is damaged")
     if not entries and engine.steps_since_commit == 0 and all(engine.steps_of(t.number) == 0 for t in tables.tables):
         return
     engine.reset_tables()
@@ -137,8 +149,18 @@ def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mappi
         table = tables.tables[number]
         engine.set_steps(number, int(entry["step"]))
         moments = [entry[name].detach() for name in _FIELDS]
-        for first, last in _chunks(engine, table):
+        for first, last in _chunks(engine, table, len(moments[0])):
             _write(engine, table, first, [part[first:last] for part in moments])
+
+
+def _check_shape(engine: Engine, table: Table, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse a moment of another shape than the parameter's, but not one with fewer rows where tables may grow."""
+    wanted = tuple(table.parameter.shape)
+    has_grown = shape[1:] == wanted[1:] and len(shape) == len(wanted) and shape[0] < wanted[0]
+    if shape == wanted or (has_grown and engine.grow_tables):
+        return
+    remedy = "; a table that has grown is taken with io=IOConfig(grow_tables=True)" if has_grown else ""
+    raise MismatchError(f"{name} of {table.name!r} has shape {shape}, the parameter {wanted}{remedy}")
 
 
 def _write(engine: Engine, table: Table, first: int, parts: list[Tensor]) -> None:
@@ -154,17 +176,17 @@ def _write(engine: Engine, table: Table, first: int, parts: list[Tensor]) -> Non
     engine.overwrite(table.number, rows + first, put)
 
 
-def _chunks(engine: Engine, table: Table) -> list[tuple[int, int]]:
+def _chunks(engine: Engine, table: Table, n_rows: int) -> list[tuple[int, int]]:
     array = engine.moments_array(table.number)
     record_bytes = max(array.shape[1] * array.itemsize, 1)
     step = max(1, min(_CHUNK_BYTES // record_bytes, len(array)))
-    return [(first, min(first + step, table.n_rows)) for first in range(0, table.n_rows, step)]
+    return [(first, min(first + step, n_rows)) for first in range(0, n_rows, step)]
 
 
 def _read_into(engine: Engine, table: Table, targets: list[Tensor]) -> None:
     """Fill dense tensors (all zero before) with the table's moments."""
     width = targets[0][0].numel() if table.n_rows else 0
-    for first, last in _chunks(engine, table):
+    for first, last in _chunks(engine, table, table.n_rows):
         rows = engine.written_rows(table.number, first, last)
         if len(rows):
             fields = _fields(engine, table, rows, width)
@@ -181,15 +203,22 @@ def _fields(engine: Engine, table: Table, rows: NDArray[np.int64], width: int) -
     return [numbers[:, i * width : (i + 1) * width] for i in range(len(_FIELDS))]
 
 
-def moments(engine: Engine, table: Table, rows: NDArray[np.int64]) -> dict[str, Tensor]:
-    """Both moments of the rows, in their order, duplicates included."""
+def moments(engine: Engine, tables: TableDirectory, param: Key, rows: Rows) -> dict[str, Tensor]:
+    """Both moments of the rows, in their order, duplicates included.
+
+    Raises:
+        ConfigError: an unknown key, rows that are no integers or out of range.
+    """
+    table = tables.find(param)
+    resolve({param: rows}, tables)
+    wanted = torch.as_tensor(rows).reshape(-1).cpu().numpy().astype(np.int64)
     check_unchanged(engine.spec_of(table.number), table.parameter)
     shape = tuple(table.parameter.shape[1:])
     width = int(np.prod(shape, dtype=np.int64))
-    distinct, where = np.unique(rows, return_inverse=True)
+    distinct, where = np.unique(wanted, return_inverse=True)
     fields = _fields(engine, table, distinct, width)
     return {
-        name: torch.from_numpy(np.ascontiguousarray(values[where])).reshape(len(rows), *shape)
+        name: torch.from_numpy(np.ascontiguousarray(values[where])).reshape(len(wanted), *shape)
         for name, values in zip(_FIELDS, fields, strict=True)
     }
 
@@ -217,10 +246,15 @@ def export(engine: Engine, tables: TableDirectory, groups: list[Any]) -> dict[st
 
 
 def export_to(engine: Engine, tables: TableDirectory, groups: list[Any], path: Path) -> None:
-    """Save such a state dict as torch.save does; the moments pass through a temporary file beside `path`, not RAM."""
+    """Save such a state dict as torch.save does; the moments pass through a temporary file beside `path`, not RAM.
+
+    It is on the medium before it takes the name `path`.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent} is not a directory; make it first")
-    with tempfile.TemporaryDirectory(prefix=".dsa-export-", dir=path.parent) as folder:
+    with replacing(path) as folder:
         made = 0
 
         def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -229,11 +263,11 @@ def export_to(engine: Engine, tables: TableDirectory, groups: list[Any], path: P
             count = int(np.prod(shape, dtype=np.int64))
             if count == 0:
                 return torch.zeros(shape, dtype=dtype)
-            with WholeFile(Path(folder) / str(made)) as file:
+            with WholeFile(folder / str(made)) as file:
                 file.reserve(count * dtype.itemsize)  # mapped and without room it would be SIGBUS
             return torch.from_file(str(file.path), shared=True, size=count, dtype=dtype).view(shape)
 
         state_dict = _export(engine, tables, groups, make)
-        with WholeFile(Path(folder) / "state") as whole:
+        with WholeFile(folder / "whole") as whole:
             torch.save(state_dict, cast("IO[bytes]", whole))
-        whole.path.replace(path)
+            whole.sync()
