@@ -14,7 +14,7 @@ from torch import Tensor
 import dsa.io.stepping
 from dsa.io.late_device import LateDevice
 from dsa.io.staging import Staging
-from dsa.io.staging_buffer import State
+from dsa.io.staging_buffer import Phase
 
 LIMIT_S = 20.0
 N_ROWS, BATCH, WIDTH = 300, 24, 5
@@ -56,19 +56,19 @@ class Staged:
     def batches(self, steps: int, seed: int = 0, share: float = 0.9) -> list[Tensor]:
         return overlapping_batches(N_ROWS, BATCH, steps, seed=seed, share=share)
 
-    def await_states(self, come: Callable[[tuple[State, State]], bool], *, hurry: bool = False) -> None:
-        """Wait until the buffers' states are what a test needs."""
+    def await_phases(self, come: Callable[[tuple[Phase, Phase]], bool], *, hurry: bool = False) -> None:
+        """Wait until the buffers' phases are what a test needs."""
         staging = self.staging
         condition = staging._access.condition
         with condition:
             if hurry:
                 self.device.hurry()
-            assert condition.wait_for(lambda: come(staging.states()), LIMIT_S), f"buffers are {staging.states()}"
+            assert condition.wait_for(lambda: come(staging.phases()), LIMIT_S), f"buffers are {staging.phases()}"
 
     def await_staged(self, count: int = 1, *, hurry: bool = False) -> None:
         """Wait until so many batches are ready on the device, and none is on its way."""
-        self.await_states(
-            lambda states: states.count(State.READY) >= count and State.FILLING not in states, hurry=hurry
+        self.await_phases(
+            lambda phases: phases.count(Phase.READY) >= count and Phase.FILLING not in phases, hurry=hurry
         )
 
     def await_next(self, count: int) -> None:
@@ -77,11 +77,11 @@ class Staged:
         condition = staging._access.condition
         with condition:
             for _ in range(2000):
-                if staging.states().count(State.READY) >= count:
+                if staging.phases().count(Phase.READY) >= count:
                     return
                 self.device.hurry()
                 condition.wait(0.01)
-        raise AssertionError(f"buffers are {staging.states()}")
+        raise AssertionError(f"buffers are {staging.phases()}")
 
     def check(self) -> None:
         """Every bit is equal, and nothing is left pinned."""
@@ -89,5 +89,5 @@ class Staged:
         statistics = self.opt.statistics()
         assert statistics.pinned_frames == 0
         assert statistics.window_batches == 0
-        assert set(self.staging.states()) == {State.FREE}
+        assert set(self.staging.phases()) == {Phase.FREE}
         self.opt.close()

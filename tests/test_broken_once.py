@@ -200,7 +200,7 @@ def test_loading_that_is_interrupted_can_be_done_again(tmp_path: Path, monkeypat
         assert not pipeline.books.frozen
         step(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "load", interrupted)
+            patch.setattr(pipeline.checkpoints, "load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.load_state_dict(state_dict)
         with pytest.raises(UsageError, match=r"loading generation 1 .* was interrupted; load it again"):

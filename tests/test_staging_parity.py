@@ -17,7 +17,7 @@ from torch import Tensor
 from dsa.config import IOConfig
 from dsa.errors import ConfigError, UsageError
 from dsa.io.late_device import LateDevice
-from dsa.io.staging_buffer import State
+from dsa.io.staging_buffer import Phase
 from dsa.optim import books, kernels, placement, staged_update
 from dsa.optim.gradients import SparseGradient
 
@@ -225,7 +225,7 @@ def test_statistics_tell_the_two_device_blocks(tmp_path: Path, monkeypatch: pyte
     assert training.opt.statistics().device_bytes == 0
     for batch in training.opt.lookahead(training.batches(20), rows=training.rows, depth=3):
         training.step(batch)
-    blocks = [buffer.device_bytes for buffer in training.staging._buffers]
+    blocks = [buffer.device_bytes for buffer in training.staging._buffers.both]
     assert min(blocks) > 0
     assert training.opt.statistics().device_bytes == sum(blocks)
     assert training.opt.statistics().kernel == "reference"
@@ -314,7 +314,7 @@ def test_staged_batches_that_end_without_a_step_are_given_up(tmp_path: Path, mon
         if i == 5:
             break
         training.step(batch)
-    training.await_states(lambda states: set(states) == {State.FREE}, hurry=True)
+    training.await_phases(lambda phases: set(phases) == {Phase.FREE}, hurry=True)
     training.step(batches[11])
     training.check()
 
@@ -357,7 +357,7 @@ def test_a_block_whose_copy_is_still_to_come_is_not_filled_again(
     assert not waits.is_set()
     training.staging.resume()
     assert waits.wait(20.0)
-    assert State.FILLING in training.staging.states()
+    assert Phase.FILLING in training.staging.phases()
     training.await_staged(2, hurry=True)
     for batch in batches[:2]:
         training.step(batch)
@@ -370,7 +370,7 @@ def test_an_optimizer_that_nobody_holds_ends_with_its_threads(
     training = Staged(tmp_path, monkeypatch, 1)
     for batch in training.opt.lookahead(training.batches(3), rows=training.rows, depth=2):
         training.step(batch)
-    threads = [training.staging._thread, training.device._thread]
+    threads = [training.staging._thread._thread, training.device._thread]
     del training.twins, training.opt
     gc.collect()
     for thread in threads:

@@ -135,7 +135,7 @@ def test_a_failed_read_ahead_is_raised_by_the_next_call(tmp_path: Path, faults: 
     for first in range(0, N_ROWS, 50):  # some of them are on disk only
         run.opt.announce({"w": range(first, first + 50)})
         with pipeline.access.condition:
-            if pipeline.access.condition.wait_for(lambda: pipeline.failure is not None, 0.3):
+            if pipeline.access.condition.wait_for(lambda: pipeline.latch.failure is not None, 0.3):
                 break
     with pytest.raises(DeviceError) as caught:
         run.opt.announce({"w": [0]})

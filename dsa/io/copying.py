@@ -16,9 +16,9 @@ from dsa.errors import DsaError, UsageError
 from dsa.io import indexfile
 from dsa.io.backends.base import Backend, File
 from dsa.io.directory import Directory
-from dsa.io.generations import discard
 from dsa.io.layout import table_identity, write_header
 from dsa.io.manifest import Generation, Manifest, TableEntry, TableState, encode, index_file
+from dsa.io.manifest_file import discard
 from dsa.io.memory import allocate
 from dsa.io.reading import (
     Opened,

@@ -105,6 +105,11 @@ class Engine:
         """Steps that no generation holds."""
         return self._state.steps_since_commit
 
+    @property
+    def grow_tables(self) -> bool:
+        """Whether a parameter may have more rows than what is loaded for it."""
+        return self._pipeline.config.grow_tables
+
     def spec_of(self, table: int) -> TableSpec:
         """What the parameter was when its table was made."""
         return self._state.specs[table]
@@ -127,7 +132,7 @@ class Engine:
         self._pipeline.access.let_go()
         if self.closed:
             raise ClosedError(f"the optimizer of {self.path} was closed; make a new one with existing='resume'")
-        self._pipeline.raise_failure()
+        self._pipeline.latch.raise_failure()
 
     def check_open_or_failed(self) -> None:
         """Raise in a forked child and after close(); a failure may be mended by loading a generation."""
@@ -351,7 +356,7 @@ class Engine:
                 self.closed = True
                 self._finalizer.detach()
                 try:
-                    if self._pipeline.failure is None and self._pipeline.generations is not None:
+                    if self._pipeline.latch.failure is None and self._pipeline.generations is not None:
                         self._pipeline.run(self._pipeline.generations.settle())
                 finally:
                     self._pipeline.stop()

@@ -7,9 +7,7 @@ those abandoned by going back.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import sys
 import time
 import uuid
@@ -22,62 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.errors import ConfigError, CorruptError, DeviceError, MismatchError, StateFileError, UsageError
-from dsa.io import indexfile, memory
-from dsa.io.backends.base import Backend, Bytes, Extents
+from dsa.io import indexfile
+from dsa.io.backends.base import Backend
 from dsa.io.directory import Directory
 from dsa.io.image import TableImage as TableImage
-from dsa.io.manifest import Generation, Manifest, TableEntry, TableState, decode, encode, index_file
+from dsa.io.manifest import Generation, Manifest, TableEntry, TableState, index_file
+from dsa.io.manifest_file import discard, need_lock, read_manifest, remove_own_files, replace_manifest
 
 _log = logging.getLogger("dsa")
-
-
-async def read_manifest(backend: Backend, directory: Directory) -> Manifest | None:
-    """The directory's manifest, None where there is none; needs no lock.
-
-    Raises:
-        FormatError, CorruptError: see `manifest.decode`.
-        DeviceError: it cannot be read.
-    """
-    path = directory.manifest_path
-    try:
-        file = backend.open(path, writable=False)
-    except DeviceError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
-    try:
-        # Ours are whole blocks; what is not ours is read as far as an aligned request can.
-        size = os.fstat(file.fd).st_size // file.alignment * file.alignment
-        data = memory.allocate(size, np.uint8)
-        if size:
-            extent = Extents(*(np.array([value], np.int64) for value in (0, size, 0)))
-            await backend.read(file, extent, data)
-    finally:
-        backend.close(file)
-    return decode(data.tobytes(), path)
-
-
-async def discard(backend: Backend, directory: Directory) -> None:
-    """Remove the program's own files, the manifest first and durably; a damaged manifest is no obstacle.
-
-    Raises:
-        UsageError: the directory is not locked.
-        DeviceError: something cannot be removed; the directory is then as it was, or an unfinished creation.
-    """
-    _need_lock(directory, "discard")
-    await backend.remove(directory.manifest_path)
-    await backend.sync_directory(directory.path)
-    await _remove_own(backend, directory)
-
-
-async def _remove_own(backend: Backend, directory: Directory) -> None:
-    for path in directory.own_files():
-        await backend.remove(path)
-
-
-def _need_lock(directory: Directory, what: str) -> None:
-    if not directory.locked:
-        raise UsageError(f"{what}: {directory.path} is not locked by this process; lock() it first")
 
 
 class Generations:
@@ -234,7 +184,7 @@ class Generations:
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        _need_lock(self.directory, what)
+        need_lock(self.directory, what)
         if self._failure is not None:
             raise UsageError(
                 f"{what}: an earlier write to {self.directory.path} failed ({self._failure}); open the directory anew"
@@ -255,7 +205,7 @@ class Generations:
         if self.manifest is not None:
             raise UsageError(f"{self.directory.path} holds generations {self.numbers()}; discard() them first")
         with self._writing("create"):
-            await _remove_own(self.backend, self.directory)
+            await remove_own_files(self.backend, self.directory)
             self.directory.make_subdirectories()
             for entry in entries:
                 await self.backend.write_whole(self.directory.file(entry.file), [])
@@ -370,10 +320,7 @@ class Generations:
             await discard(self.backend, self.directory)
 
     async def _publish(self, manifest: Manifest) -> None:
-        data: Bytes = np.frombuffer(encode(manifest), np.uint8)
-        await self.backend.write_whole(self.directory.new_manifest_path, [data])
-        await self.backend.replace(self.directory.new_manifest_path, self.directory.manifest_path)
-        await self.backend.sync_directory(self.directory.path)
+        await replace_manifest(self.backend, self.directory, manifest)
         self.manifest = manifest
         self._unsaved = False
 

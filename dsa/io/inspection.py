@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from dsa.errors import DeviceError, StateFileError
 from dsa.io.directory import Directory
-from dsa.io.generations import read_manifest
 from dsa.io.manifest import Manifest, TableEntry
+from dsa.io.manifest_file import read_manifest
 from dsa.io.reading import Opened, log_layout, open_directory, open_index, run
 
 _OWNER = re.compile(rb"disk-sparse-adam pid ([0-9]+) host ([^\n]*?) *\n")

@@ -1,4 +1,4 @@
-"""The running half of the engine: one lock, one loop, the tasks on it, and what happens when one of them fails.
+"""The running half of the engine: one lock, one loop, the tasks on it, rows for a step, and the end.
 
 It never refers to the engine's face (engine.py), so that an optimizer that nobody holds any more can be collected
 while this half still runs; then the face's finalizer stops it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import errno
 import os
 import sys
@@ -17,25 +16,25 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
 
 from dsa.config import IOConfig
-from dsa.errors import CorruptError, DeviceError, ForkedError, StateFileError, UsageError
+from dsa.errors import DeviceError, ForkedError
 from dsa.io.access import Access
 from dsa.io.backends.base import Backend
 from dsa.io.backends.watched import WatchedBackend
 from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import Frames
+from dsa.io.checkpoints import Checkpoints
 from dsa.io.devices import Device
 from dsa.io.directory import Directory
-from dsa.io.generations import Generations, TableImage, discard
-from dsa.io.jobs import Step, Table
-from dsa.io.layout import table_identity
+from dsa.io.generations import Generations
+from dsa.io.jobs import Step
+from dsa.io.latch import Latch
 from dsa.io.loop import LoopThread
-from dsa.io.manifest import TableEntry
 from dsa.io.prefetch import Prefetch
 from dsa.io.reach import Reach
 from dsa.io.rowlog import RowLog
@@ -60,22 +59,20 @@ class Pipeline:
     """
 
     def __init__(self, directory: Directory, backend: Backend, config: IOConfig, keep_generations: int | None) -> None:
-        self.keep_generations = keep_generations
         self.pid = os.getpid()
         self.directory = directory
         self.backend = WatchedBackend(backend, config.stall_timeout_s)
         self.config = config
-        self.failure: BaseException | None = None
-        self._mendable = False
         self.books = Bookkeeping(
             Window(config.known_batches, config.known_rows), Reach(config.held_batches), config.read_chunk_bytes
         )
-        self.access = Access(self.books, self._latch_locked)
+        # Each asks for the other: the lock is the access's, and what it latches is kept under that lock.
+        self.access = Access(self.books, lambda error: self.latch.note_locked(error))
+        self.latch = Latch(self.access.condition)
         self.stagings: list[Staging] = []
         self.books.give_back = self._give_back
         self.log = RowLog(self.backend, self.books, config, self.access.condition, self._settled)
         self.loop = LoopThread("dsa-loop", use_uvloop=config.uvloop)
-        self.generations: Generations | None = None
         self.uncommitted_steps = 0
         self.wait_s = 0.0
         self._ended: deque[int] = deque()  # tickets whose end was called out of a garbage collection
@@ -83,20 +80,23 @@ class Pipeline:
         self._unwaited: concurrent.futures.Future[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.run(self._start())
+        self.checkpoints = Checkpoints(
+            self.backend, directory, self.access, self.books, self.log, self._writebehind, keep_generations
+        )
         _alive.add(self)
 
     # The loop.
 
     async def _start(self) -> None:
-        self._writebehind = WriteBehind(self.access, self.log, self.config.dirty_share, self.latch)
-        self._prefetch = Prefetch(self.access, self.log, self._writebehind.wanted.set, self.latch)
+        self._writebehind = WriteBehind(self.access, self.log, self.config.dirty_share, self.latch.note)
+        self._prefetch = Prefetch(self.access, self.log, self._writebehind.wanted.set, self.latch.note)
         self._tasks = [asyncio.create_task(self._prefetch.run()), asyncio.create_task(self._writebehind.run())]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self.latch(task.exception() or RuntimeError("a task of the loop ended"))
+            self.latch.note(task.exception() or RuntimeError("a task of the loop ended"))
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Start a coroutine on the loop."""
@@ -124,6 +124,16 @@ class Pipeline:
         self.loop.call_soon(self._wake)
         for staging in self.stagings:
             staging.wake()
+
+    async def flush(self) -> None:
+        """Write every dirty frame; no generation is made."""
+        async with self._writebehind.turn:
+            await self._writebehind.drain()
+
+    @property
+    def generations(self) -> Generations | None:
+        """Those of the directory; None until they have been opened."""
+        return self.checkpoints.generations
 
     @property
     def idle_s(self) -> float:
@@ -163,7 +173,7 @@ class Pipeline:
 
     def add_staging(self, device: Device) -> Staging:
         """A double buffer for a device."""
-        staging = Staging(device, self.access, self.books, self._settled, self.latch, self.raise_failure)
+        staging = Staging(device, self.access, self.books, self._settled, self.latch.note, self.latch.raise_failure)
         self.stagings.append(staging)
         return staging
 
@@ -175,46 +185,6 @@ class Pipeline:
         for staging in self.stagings:
             staging.device.hurry()
         self.access.wait()
-
-    # Failure.
-
-    def latch(self, error: BaseException) -> None:
-        """Note the first failure: every later public call raises it (rule 10)."""
-        with self.access.condition:
-            self._latch_locked(error)
-
-    def _latch_locked(self, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = _without_traceback(error)
-        self.access.condition.notify_all()
-
-    def latch_until_load(self, error: BaseException) -> None:
-        """Note a failure that spoilt only what is in memory: loading a generation mends it."""
-        self.latch(error)
-        self._mendable = True
-
-    def raise_failure(self) -> None:
-        """Raise what was latched."""
-        if self.failure is not None:
-            raise _without_traceback(self.failure)
-
-    def recover(self) -> None:
-        """Forget a failure that a generation loaded over it mends: an interrupt, or a record that was damaged.
-
-        Raises:
-            DsaError: the failure was the disk's: no retry after a failed write or sync (rule 10).
-        """
-        if not (self._mendable or isinstance(self.failure, (UsageError, StateFileError))):
-            self.raise_failure()
-        self.failure, self._mendable = None, False
-
-    def raise_if_forked(self) -> None:
-        """Raise in a forked child: the loop, the lock and the frames are its parent's."""
-        if os.getpid() != self.pid:
-            raise ForkedError(
-                f"the optimizer of {self.directory.path} belongs to process {self.pid}, this is its forked child "
-                f"{os.getpid()}: make the optimizer after the fork, with a state_dir of its own"
-            )
 
     # Announcements that end at any moment.
 
@@ -251,7 +221,7 @@ class Pipeline:
                 job = None
                 try:
                     with self.access as books:
-                        self.raise_failure()
+                        self.latch.raise_failure()
                         books.bring()
                         job = books.next_new()
                         if job is None:
@@ -275,105 +245,21 @@ class Pipeline:
         """Wait until nothing is in flight; the bookkeeping is frozen by the caller."""
         while True:
             with self.access as books:
-                self.raise_failure()
+                self.latch.raise_failure()
                 if books.quiet():
                     return
                 self.wake()
                 self._wait()
 
-    # Generations.
+    # Forks.
 
-    async def open_generations(self, existing: str) -> Generations:
-        """Read the manifest; with "discard" remove what is there instead, however damaged it is."""
-        if existing == "discard":
-            await discard(self.backend, self.directory)
-        self.generations = await Generations.open(self.backend, self.directory)
-        return self.generations
-
-    def open_log(self, table: Table, entry: TableEntry, uuid: str) -> None:
-        """Open the table's log."""
-        path = self.directory.file(entry.file)
-        table.file = self.backend.open(path, direct=True)
-        size = path.stat().st_size
-        table.file_segments = size // table.layout.segment_bytes
-        table.identity = table_identity(uuid, table.name)
-
-    def create_log(self, table: Table, entry: TableEntry, uuid: str) -> None:
-        """Make the log of a table that no generation has yet; a leftover of that name is emptied."""
-        table.file = self.backend.open(self.directory.file(entry.file), create=True, direct=True)
-        table.file_segments = 0
-        table.identity = table_identity(uuid, table.name)
-
-    async def flush(self) -> None:
-        """Write every dirty frame; no generation is made."""
-        async with self._writebehind.turn:
-            await self._writebehind.drain()
-
-    async def load(self, number: int, tables: Sequence[Table]) -> None:
-        """Replace the state in memory by that of a generation; nothing is in flight, and frames are forgotten."""
-        generations = self._generations()
-        async with self._writebehind.turn:
-            states = {}
-            for table in tables:
-                segments = table.segments
-                states[table.name] = await generations.load(number, table.name, segments.slots, segments.checks)
-            for table in tables:
-                state = states[table.name]
-                length = table.file_segments
-                if not table.segments.rebuild(length, generations.retained_segments(table.name)):
-                    raise CorruptError(
-                        f"table {table.name!r}: generation {number} refers to segments beyond the end of "
-                        f"{table.file.path} at byte {length * table.layout.segment_bytes}; the log was cut short, "
-                        "restore it from a copy"
-                    )
-                table.step = state.step
-            generations.go_back(number)
-
-    async def checkpoint(self, entries: Sequence[TableEntry], fingerprints: Sequence[int | None], counted: bool) -> int:
-        """Commit the present state as a generation (rule 11)."""
-        generations = self._generations()
-        async with self._writebehind.turn:
-            await self._writebehind.drain()
-            images = [
-                TableImage(
-                    entry=entry,
-                    slots=table.segments.slots,
-                    checks=table.segments.checks,
-                    segments=table.segments.live_segments(),
-                    step=table.step,
-                    live_rows=table.segments.live_records,
-                    fingerprint=fingerprint,
-                    changed=table.segments.changed or not table.in_generation,
-                    file=table.file,
-                )
-                for table, entry, fingerprint in zip(self.books.tables, entries, fingerprints, strict=True)
-            ]
-            number = await generations.commit(images, counted=counted, keep=self.keep_generations)
-            for table in self.books.tables:
-                table.segments.changed = False
-                table.in_generation = True
-            await self._retain(generations)
-            return number
-
-    async def release(self, number: int) -> None:
-        """Give a generation up, and what only it refers to."""
-        generations = self._generations()
-        async with self._writebehind.turn:
-            await generations.release(number)
-            await self._retain(generations)
-
-    async def _retain(self, generations: Generations) -> None:
-        """The manifest has changed, durably: free what no generation refers to any more, and give back the surplus."""
-        with self.access as books:
-            for table in books.tables:
-                books.retain(table, generations.retained_segments(table.name))
-        for table in self.books.tables:
-            await self.log.give_back(table)
-
-    def _generations(self) -> Generations:
-        if self.generations is None:
-            raise RuntimeError("open_generations() comes first")
-        return self.generations
+    def raise_if_forked(self) -> None:
+        """Raise in a forked child: the loop, the lock and the frames are its parent's."""
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                f"the optimizer of {self.directory.path} belongs to process {self.pid}, this is its forked child "
+                f"{os.getpid()}: make the optimizer after the fork, with a state_dir of its own"
+            )
 
     # The end.
 
@@ -388,7 +274,7 @@ class Pipeline:
             staging.stop(STOP_TIMEOUT_S)
         ended = self.loop.stop(STOP_TIMEOUT_S)
         self.backend.shut_down(STOP_TIMEOUT_S)
-        if isinstance(self.failure, DeviceError) and self.failure.errno == errno.ETIMEDOUT:
+        if isinstance(self.latch.failure, DeviceError) and self.latch.failure.errno == errno.ETIMEDOUT:
             return  # what is stuck in the device may still be written: nobody else owns the directory in this process
         if ended:
             self._let_go()
@@ -422,15 +308,6 @@ class Pipeline:
                     file=sys.stderr,
                 )
         self.stop()
-
-
-def _without_traceback(error: BaseException) -> BaseException:
-    """An error like this one that was never raised: a traceback keeps its frames alive, and all that they hold."""
-    try:
-        twin = copy.copy(error)
-    except Exception:
-        return error
-    return twin if type(twin) is type(error) else error
 
 
 def _after_fork_in_child() -> None:

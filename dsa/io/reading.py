@@ -22,11 +22,11 @@ from dsa.io.backends import open_backend
 from dsa.io.backends.base import Backend
 from dsa.io.directory import Directory
 from dsa.io.extents import plan
-from dsa.io.generations import read_manifest
 from dsa.io.indexfile import Reader
 from dsa.io.layout import SegmentLayout, checked_scatter, round_up, row_bytes_for
 from dsa.io.loop import LoopThread
 from dsa.io.manifest import Generation, Manifest, TableEntry, TableState
+from dsa.io.manifest_file import read_manifest
 from dsa.io.memory import allocate
 
 _T = TypeVar("_T")
@@ -110,7 +110,7 @@ async def need_manifest(opened: Opened) -> Manifest:
 
     Raises:
         UsageError: there is none.
-        FormatError, CorruptError, DeviceError: see `generations.read_manifest`.
+        FormatError, CorruptError, DeviceError: see `manifest_file.read_manifest`.
     """
     manifest = await read_manifest(opened.backend, opened.directory)
     if manifest is None:

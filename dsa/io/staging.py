@@ -1,8 +1,9 @@
 """The pinned double buffer between the cache and an accelerator: the next batch is copied while a step runs.
 
-A thread of its own gathers the next batch's records from their frames and issues their copy to the device; a step
-waits for that on the device, updates there, and issues the copy back; the thread scatters the records to their frames
-when the copy has been made. The host never waits for the device in a step whose rows are staged.
+A thread of its own (staging_thread.py) gathers the next batch's records from their frames and issues their copy to the
+device; a step waits for that on the device, updates there, and issues the copy back; the thread scatters the records to
+their frames when the copy has been made. The host never waits for the device in a step whose rows are staged. Here is
+the training thread's part.
 
 What keeps it right (rule 12): the frames of staged rows are pinned; what a step leases stays leased, dirty and pinned
 until its record is back in its frame. A batch is staged in window order, at most the two next ones. Where the other
@@ -12,7 +13,6 @@ after its update and before this one's. Whatever else would change a row that is
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -24,15 +24,15 @@ from dsa.io.access import Access
 from dsa.io.bookkeeping import Bookkeeping
 from dsa.io.cache import DONE_FRAME
 from dsa.io.devices import Device
+from dsa.io.double_buffer import DoubleBuffer
 from dsa.io.jobs import Step
 from dsa.io.kernels_on_rows import shared
-from dsa.io.staged import StagedBatches, StagedPiece
-from dsa.io.staging_buffer import Buffer, Group, Region, State
+from dsa.io.staged import StagedPiece
+from dsa.io.staging_buffer import Buffer, Group, Phase
+from dsa.io.staging_thread import StagingThread
 from dsa.io.window import Piece
 
 _T = TypeVar("_T")
-MOST_BYTES = 256 << 20
-"""A larger batch is not staged ahead; its step goes in parts of at most this size."""
 
 Update = Callable[[Device, Sequence[Group]], Callable[[], None]]
 """Called on the training thread; returns the work that updates the groups in place, for the device's stream."""
@@ -57,190 +57,55 @@ class Staging:
         raise_failure: Callable[[], None],
     ) -> None:
         self.device = device
-        self.tables: frozenset[int] = frozenset()
-        self.staged = StagedBatches(books)
-        self.wanted = threading.Event()  # there may be something to do
         self.staged_rows = 0  # copied to the device ahead of their step, and updated there
         self.part_rows = 0  # not staged ahead: gathered by the step itself
-        self.forwarded_rows = 0
         self.waited_s = 0.0  # of the training thread, for buffers
-        self._books = books
         self._access = access
-        self._settled = settled
-        self._latch = latch
         self._raise_failure = raise_failure
-        self._buffers = (Buffer(device), Buffer(device))
-        self._turn = 0
-        self._stopped = False
-        self._paused = False
-        self._thread: threading.Thread | None = None
+        self._buffers = DoubleBuffer(device, books, settled)
+        self._thread = StagingThread(self._buffers, access, latch)
+        self.staged = self._buffers.staged
+
+    @property
+    def tables(self) -> frozenset[int]:
+        """Those whose updates are carried out on the device."""
+        return self._buffers.tables
+
+    @property
+    def forwarded_rows(self) -> int:
+        """Rows that one buffer took from the other, so far."""
+        return self._buffers.forwarded_rows
 
     @property
     def device_bytes(self) -> int:
         """Memory of the device that staging has."""
-        return sum(buffer.device_bytes for buffer in self._buffers)
+        return self._buffers.device_bytes
 
     @property
     def pinned(self) -> bool:
         """Whether all host memory that was asked for could be pinned."""
-        return all(buffer.pinned for buffer in self._buffers)
+        return self._buffers.pinned
 
-    def states(self) -> tuple[State, State]:
+    def phases(self) -> tuple[Phase, Phase]:
         """Of both buffers; under the lock."""
-        return self._buffers[0].state, self._buffers[1].state
-
-    # The thread beside training.
+        return self._buffers.phases()
 
     def add_table(self, table: int) -> None:
         """The table's updates are carried out on the device from now on."""
-        self.tables |= {table}
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="dsa-staging", daemon=True)
-            self._thread.start()
+        self._buffers.tables |= {table}
+        self._thread.start()
 
     def remove_table(self, table: int) -> None:
         """They are not any more; nothing of the table is in a buffer."""
-        self.tables -= {table}
+        self._buffers.tables -= {table}
 
     def wake(self) -> None:
-        """Look again at what there is to do; from any thread."""
-        self.wanted.set()
+        """Let the thread look again at what there is to do; from any thread."""
+        self._thread.wake()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; what is under way is left."""
-        self._stopped = True
-        self.device.close()
-        self.wanted.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
-    def _serve(self) -> None:
-        while not self._stopped:
-            self.wanted.clear()
-            try:
-                while not self._stopped and self._do_next():
-                    pass
-            except BaseException as error:
-                if not self._stopped:
-                    self._latch(error)
-            self.wanted.wait()
-
-    def _do_next(self) -> bool:
-        """Fill a buffer or drain one; False where there is neither."""
-        with self._access:
-            self._sweep()
-            buffer = self._begin_fill()
-            draining = None if buffer is not None else self._oldest(State.DRAINING)
-        if buffer is not None:
-            self._fill(buffer)
-            return True
-        if draining is not None:
-            self._drain(draining)
-            return True
-        return False
-
-    def _oldest(self, state: State) -> Buffer | None:
-        return min((each for each in self._buffers if each.state is state), key=lambda each: each.turn, default=None)
-
-    def _other(self, buffer: Buffer) -> Buffer:
-        return self._buffers[buffer is self._buffers[0]]
-
-    def _sweep(self) -> None:
-        """Let go of staged batches that ended without a step, or whose frames were needed."""
-        for buffer in self._buffers:
-            if buffer.job is not None and (buffer.job.unwanted or self.staged.outlived(buffer.job)):
-                self._give_up(buffer)
-
-    def _give_up(self, buffer: Buffer) -> None:
-        """The batch will not be updated here: frames are the truth, and nobody needs its rows."""
-        if buffer.job is None:
-            return
-        self.staged.give_up(buffer.job)
-        if self._other(buffer).source is buffer:
-            self._other(buffer).source = None
-        if buffer.state is State.READY:
-            self._free(buffer)
-
-    def _free(self, buffer: Buffer) -> None:
-        buffer.state, buffer.job, buffer.source, buffer.leases, buffer.issued = State.FREE, None, None, [], False
-        self._settled()
-
-    # FREE -> FILLING -> READY
-
-    def _begin_fill(self) -> Buffer | None:
-        buffer = None if self._paused else self._oldest(State.FREE)
-        job = None if buffer is None else self.staged.next(self.tables, MOST_BYTES)
-        if buffer is None or job is None:
-            return None
-        self._take(buffer, State.FILLING)
-        buffer.job = job
-        other = self._other(buffer)
-        buffer.source = other if other.state is not State.FREE else None
-        return buffer
-
-    def _take(self, buffer: Buffer, state: State) -> None:
-        self._turn += 1
-        buffer.state, buffer.turn = state, self._turn
-
-    def _copy_in(self, buffer: Buffer, pieces: Sequence[StagedPiece]) -> None:
-        if buffer.copied is not None:  # of a batch that was given up: its copy may not have been made yet
-            self.device.synchronize(buffer.copied)
-        buffer.lay_out(self._books.tables, pieces)
-        buffer.gather()
-        host, block = buffer.used
-        self.device.copy(self.device.into, block, host)
-        buffer.ready = buffer.copied = self.device.record(self.device.into)
-
-    def _fill(self, buffer: Buffer) -> None:
-        job, source = buffer.job, buffer.source
-        if job is None:
-            raise RuntimeError("a buffer is filled for a batch")
-        before = source.regions if source is not None else ()
-        self._copy_in(buffer, job.pieces)
-        with self._access:
-            self.staged.gathered(job)
-            issued = buffer.source is not None and buffer.source.issued
-            if job.unwanted:
-                self._free(buffer)
-                return
-            if not issued:
-                self._be_ready(buffer)
-                return
-        if source is not None:  # it is not freed meanwhile: only this thread drains
-            self._forward(source, before, buffer)
-        with self._access:
-            if job.unwanted:
-                self._free(buffer)
-            else:
-                self._be_ready(buffer)
-
-    def _be_ready(self, buffer: Buffer) -> None:
-        buffer.state = State.READY
-        self._settled()
-
-    def _forward(self, source: Buffer, regions: Sequence[Region], target: Buffer) -> None:
-        """Copy the rows that both hold from the source, after its update; the target is ready after that."""
-        pairs = []
-        for mine in target.regions:
-            for theirs in regions:
-                if theirs.table.number == mine.table.number:
-                    there, here = shared(theirs.rows, mine.rows)
-                    if len(there):
-                        pairs.append((source.records(theirs), there, target.records(mine), here))
-        target.source = None
-        if not pairs:
-            return
-
-        def work() -> None:
-            for old, there, new, here in pairs:
-                new.index_copy_(0, self.device.upload(here), old.index_select(0, self.device.upload(there)))
-
-        into = self.device.into
-        self.device.wait(into, source.updated)
-        self.device.run(into, work)
-        target.ready = self.device.record(into)
-        target.copied = target.ready
-        self.forwarded_rows += sum(len(there) for _, there, _, _ in pairs)
+        self._thread.stop(timeout_s)
 
     # READY -> LEASED -> DRAINING
 
@@ -258,29 +123,29 @@ class Staging:
 
     def _next_of(self, step: Step) -> Buffer | bool | None:
         """The oldest ready buffer of a batch that the step uses up, leased; None: there is no more; False: wait."""
-        self._sweep()
-        mine = [each for each in self._buffers if each.job is not None and each.job.sequence in step.used]
+        buffers = self._buffers
+        buffers.sweep()
+        mine = [each for each in buffers.both if each.job is not None and each.job.sequence in step.used]
         if not mine:
             return None
         last = max(each.turn for each in mine)
-        for each in self._buffers:  # staged for a later step, but older: the rows of this one go past it
+        for each in buffers.both:  # staged for a later step, but older: the rows of this one go past it
             if each.job is not None and each not in mine and each.turn < last:
-                self._give_up(each)
+                buffers.give_up(each)
         buffer = min(mine, key=lambda each: each.turn)
-        if buffer.job is None or buffer.state is not State.READY:
+        if buffer.job is None or buffer.phase is not Phase.READY:
             return False
         job = buffer.job
         if not any(piece.remaining for piece in step.batch.pieces if piece.table in self.tables):
-            self._give_up(buffer)
+            buffers.give_up(buffer)
             return self._next_of(step)
         buffer.leases = self.staged.take(job, step)
         buffer.job = None
         if not buffer.leases:
-            if self._other(buffer).source is buffer:
-                self._other(buffer).source = None
-            self._free(buffer)
+            buffers.end_source(buffer)
+            buffers.free(buffer)
             return self._next_of(step)
-        buffer.state = State.LEASED
+        buffer.phase = Phase.LEASED
         return buffer
 
     def _update(self, buffer: Buffer, update: Update) -> None:
@@ -293,30 +158,25 @@ class Staging:
         buffer.updated = device.record(current)
         with self._access:
             buffer.issued = True
-            other = self._other(buffer)
-            follower = other if other.source is buffer and other.state is State.READY else None
+            other = self._buffers.other(buffer)
+            follower = other if other.source is buffer and other.phase is Phase.READY else None
         if follower is not None:
-            self._forward(buffer, buffer.regions, follower)
+            self._buffers.forward(buffer, buffer.regions, follower)
         device.wait(out, buffer.updated)
         host, block = buffer.used
         device.copy(out, host, block)
         buffer.copied = device.record(out)
         with self._access:
-            self._begin_drain(buffer)
+            self._buffers.enter(buffer, Phase.DRAINING)
         self.wake()
         device.finish_step()
 
     def _await_copy(self, stream: object, buffer: Buffer) -> None:
         self.device.wait(stream, buffer.ready)
 
-    def _begin_drain(self, buffer: Buffer) -> None:
-        buffer.state = State.DRAINING
-        self._settled()
-
     def step_part(self, piece: Piece, positions: NDArray[np.int64], update: Update) -> None:
         """Update rows that were not staged and that the step has leased."""
-        record_bytes = self._books.tables[piece.table].record.record_bytes
-        most = max(1, MOST_BYTES // record_bytes)
+        most = self._buffers.most_rows(piece.table)
         for first in range(0, len(positions), most):
             some = positions[first : first + most]
             rows = piece.rows[some]
@@ -328,25 +188,26 @@ class Staging:
                 buffer.leases = [lease]
             if buffer.copied is not None:
                 self.device.hurry()
-            self._copy_in(buffer, [StagedPiece(piece.table, rows, lease.frames)])
+            self._buffers.copy_in(buffer, [StagedPiece(piece.table, rows, lease.frames)])
             self._update(buffer, update)
             self.part_rows += len(rows)
 
     def _free_for(self, table: int, rows: NDArray[np.int64]) -> Buffer | bool:
         """A buffer for rows that the step has leased itself; batches staged ahead that hold one are given up."""
-        self._sweep()
-        for each in self._buffers:
+        buffers = self._buffers
+        buffers.sweep()
+        for each in buffers.both:
             if each.job is not None and _holds(each.job.pieces, table, rows):
-                self._give_up(each)
-        buffer = self._oldest(State.FREE)
+                buffers.give_up(each)
+        buffer = buffers.oldest(Phase.FREE)
         if buffer is None:
-            if all(each.state is not State.DRAINING for each in self._buffers):
-                ahead = max((each for each in self._buffers if each.job is not None), key=lambda each: each.turn)
-                self._give_up(ahead)
-                buffer = self._oldest(State.FREE)
+            if all(each.phase is not Phase.DRAINING for each in buffers.both):
+                ahead = max((each for each in buffers.both if each.job is not None), key=lambda each: each.turn)
+                buffers.give_up(ahead)
+                buffer = buffers.oldest(Phase.FREE)
             if buffer is None:
                 return False
-        self._take(buffer, State.LEASED)
+        buffers.take(buffer, Phase.LEASED)
         return buffer
 
     def await_back(self, pieces: Sequence[Piece]) -> None:
@@ -355,8 +216,8 @@ class Staging:
         left = {piece.table: _left(piece) for piece in pieces}
 
         def back() -> bool:
-            for buffer in self._buffers:
-                if buffer.state is State.DRAINING:
+            for buffer in self._buffers.both:
+                if buffer.phase is Phase.DRAINING:
                     rows = {region.table.number: region.rows for region in buffer.regions}
                     for lease in buffer.leases:
                         mine = left.get(lease.table)
@@ -366,43 +227,31 @@ class Staging:
 
         self._await(back)
 
-    # DRAINING -> FREE
-
-    def _drain(self, buffer: Buffer) -> None:
-        self.device.synchronize(buffer.copied)
-        if self._stopped:
-            return
-        buffer.copied = None
-        buffer.scatter()
-        with self._access:
-            self.staged.back(buffer.leases)
-            self._free(buffer)
-
     # Standing still.
 
     def drain(self) -> None:
         """Wait until all that steps have updated is in frames; what is staged ahead stays."""
-        self._await(lambda: all(each.state is not State.DRAINING for each in self._buffers))
+        self._await(lambda: Phase.DRAINING not in self.phases())
 
     def stand_still(self) -> None:
         """Drain, and give up what is staged ahead, until `resume`; also what a failed step has left half-done."""
-        self._paused = True
-        if any(each.state is State.LEASED for each in self._buffers):
+        self._thread.paused = True
+        buffers = self._buffers
+        if Phase.LEASED in self.phases():  # no lock: only this thread leases
             self.device.finish()
         with self._access:
-            for buffer in self._buffers:
-                if buffer.state is State.LEASED:
+            for buffer in buffers.both:
+                if buffer.phase is Phase.LEASED:
                     self.staged.back(buffer.leases)
-                    if self._other(buffer).source is buffer:
-                        self._other(buffer).source = None
-                    self._free(buffer)
-                self._give_up(buffer)
-        self._await(lambda: all(each.state is State.FREE for each in self._buffers))
+                    buffers.end_source(buffer)
+                    buffers.free(buffer)
+                buffers.give_up(buffer)
+        self._await(lambda: set(self.phases()) == {Phase.FREE})
         self.staged.forget()
 
     def resume(self) -> None:
         """Stage ahead again."""
-        self._paused = False
+        self._thread.paused = False
         self.wake()
 
     def _await(self, come: Callable[[], _T | bool]) -> _T:

@@ -23,7 +23,7 @@ _ALIGNMENT = 256
 _LEAST_BYTES = 64 * 1024
 
 
-class State(enum.Enum):
+class Phase(enum.Enum):
     """FREE -> FILLING -> READY -> LEASED -> DRAINING -> FREE; a batch given up goes back to FREE before its lease."""
 
     FREE = "free"
@@ -70,10 +70,10 @@ class Group:
 
 
 class Buffer:
-    """Blocks that grow to the largest batch so far, and what is in them. It keeps no order: staging.py does."""
+    """Blocks that grow to the largest batch so far, and what is in them. It keeps no order: double_buffer.py does."""
 
     def __init__(self, device: Device) -> None:
-        self.state = State.FREE
+        self.phase = Phase.FREE
         self.job: StageJob | None = None
         self.regions: tuple[Region, ...] = ()  # replaced, never changed: another thread may look at them
         self.leases: list[Lease] = []

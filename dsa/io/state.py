@@ -40,10 +40,10 @@ class State:
     def open(self, specs: Sequence[TableSpec], existing: str) -> None:
         """Make the tables for the specs; with "discard", "resume", or where there was no state, it is decided now."""
         pipeline = self._pipeline
-        generations = pipeline.run(pipeline.open_generations(existing))
+        generations = pipeline.run(pipeline.checkpoints.open(existing))
         self.specs = list(specs)
         self._lay_out()
-        warn_of_place(pipeline.directory.path, self._entries, pipeline.keep_generations, stacklevel=5)
+        warn_of_place(pipeline.directory.path, self._entries, pipeline.checkpoints.keep, stacklevel=5)
         if generations.manifest is None:
             if existing == "resume":
                 _log.warning("%s holds no state to resume: starting anew", pipeline.directory.path)
@@ -81,18 +81,18 @@ class State:
         check_match(pipeline.directory.path, self.specs, manifest, generation, grow=pipeline.config.grow_tables)
         for table, entry in zip(pipeline.books.tables, self._entries, strict=True):
             if table.file is None:
-                pipeline.open_log(table, entry, manifest.uuid)
+                pipeline.checkpoints.open_log(table, entry, manifest.uuid)
         self.stand_still()
         try:
             with pipeline.access as books:
                 books.reset()
             try:
-                pipeline.run(pipeline.load(number, pipeline.books.tables))
+                pipeline.run(pipeline.checkpoints.load(number, pipeline.books.tables))
             except BaseException as error:
                 # The index in memory is of no use now; another generation may still be loaded over it.
                 if not isinstance(error, Exception):
                     error = UsageError(f"loading generation {number} of {self.path} was interrupted; load it again")
-                pipeline.latch_until_load(error)
+                pipeline.latch.note_until_load(error)
                 raise
         finally:
             with pipeline.access as books:
@@ -175,11 +175,11 @@ class State:
         current = manifest.generation(generations.current) if generations and generations.current is not None else None
         if current is not None and current.state(spec.name) is not None:
             check_match(pipeline.directory.path, [spec], manifest, current, grow=pipeline.config.grow_tables)
-            pipeline.open_log(table, entry, manifest.uuid)
-            pipeline.run(pipeline.load(current.number, [table]))
+            pipeline.checkpoints.open_log(table, entry, manifest.uuid)
+            pipeline.run(pipeline.checkpoints.load(current.number, [table]))
             table.in_generation = True
         else:
-            pipeline.create_log(table, entry, manifest.uuid)
+            pipeline.checkpoints.create_log(table, entry, manifest.uuid)
 
     # What is asked.
 
@@ -243,14 +243,14 @@ class State:
         with self._final():
             for staging in pipeline.stagings:
                 staging.drain()
-            number = pipeline.run(pipeline.checkpoint(self._entries, fingerprints, counted))
+            number = pipeline.run(pipeline.checkpoints.commit(self._entries, fingerprints, counted))
         self.uncommitted(0)
         return number
 
     def release(self, number: int) -> None:
         """Give a generation up."""
         with self._final(MismatchError, UsageError):  # a number that cannot be given up: nothing was done
-            self._pipeline.run(self._pipeline.release(number))
+            self._pipeline.run(self._pipeline.checkpoints.release(number))
 
     @contextmanager
     def _final(self, *harmless: type[DsaError]) -> Iterator[None]:
@@ -260,13 +260,13 @@ class State:
         except harmless:
             raise
         except Exception as error:
-            self._pipeline.latch(error)
+            self._pipeline.latch.note(error)
             raise
 
     def load(self, number: int) -> None:
         """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""
-        if self._pipeline.failure is not None:
-            self._pipeline.recover()
+        if self._pipeline.latch.failure is not None:
+            self._pipeline.latch.recover()
         elif self.decided and number == self.generation and self.steps_since_commit == 0:
             return
         self.adopt(number)

@@ -164,7 +164,7 @@ class Stepping:
             return
         began = time.perf_counter()
         if not whole and step.leased and step.lasting:
-            pipeline.latch(
+            pipeline.latch.note(
                 UsageError(
                     f"a step of {self._state.path} was interrupted after it had begun to update: weights and moments "
                     "are mixed; load_state_dict() a checkpoint together with the model, or close() and resume"

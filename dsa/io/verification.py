@@ -7,8 +7,8 @@ import time
 
 from dsa.errors import DeviceError, StateFileError
 from dsa.io.findings import Damage, Verification, Work, file_bytes
-from dsa.io.generations import read_manifest
 from dsa.io.manifest import Manifest
+from dsa.io.manifest_file import read_manifest
 from dsa.io.reading import Opened, Progress, open_directory, run
 from dsa.io.table_checks import TableCheck
 

@@ -10,11 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.io.engine import Engine
+from dsa.io.statistics import Statistics
 from dsa.io.window import Kind
 from dsa.optim.fingerprint import fingerprint
-from dsa.optim.placement import device_of_update
+from dsa.optim.kernels import choose_kernel
+from dsa.optim.parameters import spec
+from dsa.optim.placement import check_updates, device_of_update
 from dsa.optim.row_sets import Key, Rows, Table, TableDirectory, resolve_sorted
 from dsa.optim.sorting import Sorted
+from dsa.optim.warm_up import warm_up
 
 MOST_LOOK_UPS = 3 << 18
 """In all batches that wait for their turn: once so many are kept in order, 24 bytes each, others are sorted later."""
@@ -25,22 +29,48 @@ _LEAST_SHARE = 0.9
 
 
 class Books:
-    """All of the optimizer's own state that changes (tools copy an optimizer's `__dict__`, and this stays one)."""
+    """All of the optimizer's own state that changes (tools copy an optimizer's `__dict__`, and this stays one).
 
-    def __init__(self, engine: Engine, kernel: str, staging: str, tables: TableDirectory) -> None:
+    Args:
+        compile_s: what compiling took.
+        unchecked_weights: a generation was loaded and no step has come since.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        kernel: str,
+        staging: str,
+        tables: TableDirectory,
+        *,
+        compile_s: float,
+        unchecked_weights: bool,
+    ) -> None:
         self.engine = engine
         self.kernel = kernel
         self.staging = staging
         self.tables = tables
         self.announcer = Announcer(engine, tables)
         self.gradient_s = 0.0
-        self.compile_s = 0.0
-        self.unchecked_weights = False  # a generation was loaded and no step has come since
+        self.compile_s = compile_s
+        self.unchecked_weights = unchecked_weights
         self.warned_share = False
         self.warned_parts = False
         self.warned_pageable = False
 
-    def use_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
+    def add_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
+        """Take the tables of those that have none yet, all or none; the cache is divided anew.
+
+        Args:
+            pairs: all of the optimizer's, names and parameters; the first have tables.
+
+        Raises:
+            ConfigError: a parameter that cannot be updated where it is.
+        """
+        added = pairs[len(self.tables.tables) :]
+        check_updates(added, self.staging, self.kernel)
+        warm_up(added, self.kernel)
+        self.engine.add_tables([spec(name, param) for name, param in added])
         self.tables = self.announcer.tables = TableDirectory(pairs)
 
     def place_tables(self) -> None:
@@ -48,9 +78,15 @@ class Books:
         for table in self.tables.tables:
             self.engine.place(table.number, device_of_update(table.parameter, self.staging, self.kernel))
 
-    def kernel_of(self, table: Table) -> str:
-        """The kernel asked for; staged rows are updated by the reference kernel's arithmetic."""
-        return "reference" if self.engine.stages_table(table.number) else self.kernel
+    def statistics(self) -> Statistics:
+        """What was done so far, in figures."""
+        kernels = "+".join(sorted({self._kernel_of(table) for table in self.tables.tables}))
+        return self.engine.statistics(gradient_s=self.gradient_s, compile_s=self.compile_s, kernel=kernels)
+
+    def _kernel_of(self, table: Table) -> str:
+        # Staged rows are updated by the reference kernel's arithmetic.
+        asked_for = "reference" if self.engine.stages_table(table.number) else self.kernel
+        return choose_kernel(asked_for, table.parameter).name
 
     def warn_pageable(self) -> None:
         """Warn, once, where memory for staging could not be pinned."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dsa.errors import ConfigError
 from dsa.optim.gradients import SparseGradient
-from dsa.optim.kernels import Hyperparameters, Kernel
+from dsa.optim.kernels import Hyperparameters, Kernel, choose_kernel
 
 _KNOWN = ("cpu", "cuda", "meta")
 
@@ -49,6 +50,17 @@ def device_of_update(param: Tensor, staging: str, kernel: str) -> torch.device |
             )
         return param.device
     return None
+
+
+def check_updates(pairs: Iterable[tuple[str, Tensor]], staging: str, kernel: str) -> None:
+    """Refuse parameters that cannot be updated where they are.
+
+    Raises:
+        ConfigError: see `choose_kernel` and `device_of_update`.
+    """
+    for _, param in pairs:
+        choose_kernel(kernel, param)
+        device_of_update(param, staging, kernel)
 
 
 @functools.cache

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch._dynamo  # else the first optimizer's constructor imports it, and a traceback there keeps it alive
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsa.config import IOConfig
 from dsa.errors import UsageError
-from dsa.io import warm_up as io_warm_up
 from dsa.io.cache import FRAME_OVERHEAD_BYTES
 from dsa.io.cache_budget import cache_bytes as parse_cache
 from dsa.io.engine import Engine
 from dsa.io.statistics import Statistics
 from dsa.io.window import Kind
-from dsa.optim import gradients, kernels, parameters, state_dicts
+from dsa.optim import parameters, state_dicts
 from dsa.optim.books import Books
-from dsa.optim.gradients import SparseGradient, unique_rows
 from dsa.optim.hooks import WatchHandle
 from dsa.optim.hooks import watch as watch_modules
 from dsa.optim.lookahead import Lookahead
-from dsa.optim.placement import device_of_update, update_in_frames
+from dsa.optim.placement import check_updates
 from dsa.optim.row_sets import Key, Rows, TableDirectory, resolve
-from dsa.optim.staged_update import Work, updater
+from dsa.optim.staged_update import updater
+from dsa.optim.tracing import stage
+from dsa.optim.warm_up import warm_up
+from dsa.optim.work import collect, in_frames
 
 _log = logging.getLogger("dsa")
-_profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_UNNAMED: AbstractContextManager[None] = nullcontext()
 
 
 class DiskSparseAdam(Optimizer):
@@ -58,7 +53,8 @@ class DiskSparseAdam(Optimizer):
             state, a quarter of the memory available (control groups included) and 2 GiB.
         existing: what becomes of state that `state_dir` already holds: "load" waits for `load_state_dict`, "resume"
             goes on from its newest generation, "discard" starts anew.
-        backend: "auto", or the name of one ("threads", "aiofiles", ...).
+        backend: "auto" (the one that io's probe chose, if it works here, else the best that does), or the name of one
+            ("threads", "aiofiles", ...).
         kernel: "auto", "exact", "fast" or "reference": how the update is carried out.
         staging: the double buffer in pinned memory, through which moments go to parameters on CUDA and back: "auto"
             uses it for those; "on" also for parameters on the CPU, whose copies and updates then finish late and out of
@@ -66,7 +62,7 @@ class DiskSparseAdam(Optimizer):
             is, is looked at in each step. On other accelerators the update is done on the CPU.
         keep_generations: how many checkpoints handed out stay loadable, the newest; None: all, until `release`.
         io: knobs of the I/O engine; with `IOConfig(grow_tables=True)` tables that have grown (more rows, of the same
-            width) are taken over, their new rows with zero moments.
+            width) are taken over, from a generation or a SparseAdam state dict, their new rows with zero moments.
 
     Raises:
         ConfigError: a value that cannot be meant (nothing was touched).
@@ -102,16 +98,12 @@ class DiskSparseAdam(Optimizer):
         parameters.refuse_several_processes()
         super().__init__(params, defaults)
         pairs = parameters.named(self.param_groups)
-        for _, param in pairs:
-            kernels.choose_kernel(kernel, param)
-            device_of_update(param, staging, kernel)
+        check_updates(pairs, staging, kernel)
         specs = [parameters.spec(name, param) for name, param in pairs]
         if not any("param_names" in group for group in self.param_groups):
             parameters.warn_of_lookalikes(pairs)
         state_bytes = sum(spec.n_rows * (spec.record.record_bytes + FRAME_OVERHEAD_BYTES) for spec in specs)
-        began = time.perf_counter()
-        _compile(pairs, kernel)
-        compile_s = time.perf_counter() - began
+        compile_s = warm_up(pairs, kernel)
         _log.info("compiled or loaded all kernels in %.2f s", compile_s)
         engine = Engine(
             state_dir,
@@ -122,11 +114,10 @@ class DiskSparseAdam(Optimizer):
             keep_generations=keep_generations,
             config=io or IOConfig(),
         )
-        self._books = Books(engine, kernel, staging, TableDirectory(pairs))
+        tables, resumed = TableDirectory(pairs), existing == "resume"
+        self._books = Books(engine, kernel, staging, tables, compile_s=compile_s, unchecked_weights=resumed)
         self._books.place_tables()
-        self._books.compile_s = compile_s
-        self._books.unchecked_weights = existing == "resume"
-        engine.trace_with(_stage)
+        engine.trace_with(stage)
         self._refresh_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,15 +136,7 @@ class DiskSparseAdam(Optimizer):
         if books is None:
             return  # inside the constructor: it makes the tables when it knows them all
         try:
-            pairs = parameters.named(self.param_groups)
-            known = len(books.tables.tables)
-            for _, param in pairs[known:]:
-                device_of_update(param, books.staging, books.kernel)
-                kernels.choose_kernel(books.kernel, param)
-                kernels.warm_up(kernels.choose_kernel(books.kernel, param), param.dtype)
-                gradients.warm_up(param.dtype)
-            books.engine.add_tables([parameters.spec(name, param) for name, param in pairs[known:]])
-            books.use_tables(pairs)
+            books.add_tables(parameters.named(self.param_groups))
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -187,77 +170,21 @@ class DiskSparseAdam(Optimizer):
                 loss = closure()
         books.engine.check_decided()
         began = time.perf_counter()
-        with _stage("dsa::gradient"):
-            work, rows = self._gradients()
+        with stage("dsa::gradient"):
+            work, rows = collect(self.param_groups, books)
         books.gradient_s += time.perf_counter() - began
         if books.unchecked_weights:
             books.compare_weights()
         books.place_tables()
-
-        def hyper_of(number: int) -> kernels.Hyperparameters:
-            group = work[number][0]
-            return kernels.Hyperparameters(
-                lr=group["lr"],
-                beta1=parameters.number(group["betas"][0]),
-                beta2=parameters.number(group["betas"][1]),
-                eps=parameters.number(group["eps"]),
-                step=books.engine.steps_of(number),
-            )
-
-        def update(number: int, positions: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
-            gradient = work[number][1]
-            param = books.tables.tables[number].parameter
-            if len(positions) < len(gradient.rows):
-                gradient = gradient.at(positions)
-            chosen = kernels.choose_kernel(books.kernel, param)
-            moments = books.engine.moments_array(number)
-            update_in_frames(chosen, moments, frames, param, gradient, hyper_of(number))
-
-        on_device = None
-        if books.engine.stages:
-            on_device = updater(
-                {
-                    number: Work(books.tables.tables[number].parameter, gradient, functools.partial(hyper_of, number))
-                    for number, (_, gradient) in work.items()
-                }
-            )
+        on_device = updater(work) if books.engine.stages else None
         try:
-            books.warn_parts(books.engine.step(rows, update, list(work), on_device))
+            books.warn_parts(books.engine.step(rows, in_frames(work, books), list(work), on_device))
         finally:
             for number in work:
                 self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
         books.judge_announcements()
         books.warn_pageable()
         return loss
-
-    def _gradients(self) -> tuple[dict[int, tuple[dict[str, Any], SparseGradient]], dict[int, NDArray[np.int64]]]:
-        """By table number, for the parameters that have a gradient: group and gradient, and its rows on the host."""
-        found = []
-        announcer = self._books.announcer
-        for group in self.param_groups:
-            for param in group["params"]:
-                table = self._books.tables.of_parameter(param)
-                if table is None:
-                    raise UsageError(
-                        f"a parameter of shape {tuple(param.shape)} came into a group without add_param_group(); "
-                        "add it through that"
-                    )
-                parameters.check_unchanged(self._books.engine.spec_of(table.number), param)
-                announced = announcer.handed_out.get(table.number)
-                gradient = unique_rows(table.name, param, bool(group.get("maximize", False)), announced)
-                if gradient is None:
-                    continue
-                found.append((table, group, gradient))
-                if announced is not None and announced.ordered:
-                    runs = gradient.runs
-                    announcer.order_was_of_use(table.number, runs is not None and runs.order is announced.order)
-        gradients.await_host(table.parameter for table, _, _ in found)
-        work, rows = {}, {}
-        for table, group, gradient in found:
-            maximize = bool(group.get("maximize", False))
-            gradient, rows[table.number] = gradients.rows_on_host(table.name, table.parameter, gradient, maximize)
-            work[table.number] = (group, gradient)
-        return work, rows
 
     # Announcing.
 
@@ -386,32 +313,14 @@ class DiskSparseAdam(Optimizer):
         books = self._books
         books.engine.check_open()
         books.engine.check_decided()
-        table = books.tables.find(param)
-        resolve({param: rows}, books.tables)
-        wanted = torch.as_tensor(rows).reshape(-1).cpu().numpy().astype(np.int64)
-        return state_dicts.moments(books.engine, table, wanted)
+        return state_dicts.moments(books.engine, books.tables, param, rows)
 
     def statistics(self) -> Statistics:
         """What was done so far, in figures."""
-        books = self._books
-        return books.engine.statistics(
-            gradient_s=books.gradient_s, compile_s=books.compile_s, kernel=self._kernel_name()
-        )
-
-    def _kernel_name(self) -> str:
-        books = self._books
-        names = {kernels.choose_kernel(books.kernel_of(table), table.parameter).name for table in books.tables.tables}
-        return "+".join(sorted(names))
+        return self._books.statistics()
 
     def _refresh_state(self) -> None:
-        engine, tables = self._books.engine, self._books.tables
-        for table in tables.tables:
-            self.state[table.parameter] = {
-                "step": engine.steps_of(table.number),
-                "generation": engine.generation,
-                "table": table.name,
-                "state_dir_uuid": engine.uuid,
-            }
+        self.state.update(state_dicts.own_state(self._books.engine, self._books.tables))
 
     # The end.
 
@@ -453,16 +362,3 @@ class DiskSparseAdam(Optimizer):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)
-
-
-def _stage(name: str) -> AbstractContextManager[Any]:
-    """A stage of a step by its name, for torch's profilers; without one running it would cost a small step a tenth."""
-    return torch.profiler.record_function(name) if _profiler_enabled() else _UNNAMED
-
-
-def _compile(pairs: list[tuple[str, Tensor]], kernel: str) -> None:
-    """Compile, or load from the cache, all that steps will need."""
-    io_warm_up.warm_up()
-    for dtype, param in {param.dtype: param for _, param in pairs}.items():
-        gradients.warm_up(dtype)
-        kernels.warm_up(kernels.choose_kernel(kernel, param), dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,15 +14,7 @@ from dsa.io.devices import Device
 from dsa.io.staging_buffer import Group, Part
 from dsa.optim.gradients import SparseGradient
 from dsa.optim.kernels import Hyperparameters, add_to_rows, reference_step
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step does to one table."""
-
-    param: Tensor
-    gradient: SparseGradient
-    hyper: Callable[[], Hyperparameters]  # asked when the step has been counted
+from dsa.optim.work import Work
 
 
 def updater(work: Mapping[int, Work]) -> Callable[[Device, Sequence[Group]], Callable[[], None]]:

@@ -19,7 +19,8 @@ from dsa.io.backends.aio import AiofilesBackend
 from dsa.io.backends.base import Backend
 from dsa.io.backends.threads import ThreadsBackend
 from dsa.io.directory import Directory
-from dsa.io.generations import Generations, discard, read_manifest
+from dsa.io.generations import Generations
+from dsa.io.manifest_file import discard, read_manifest
 
 
 @pytest.fixture(params=["plain", "threads", "aiofiles"])

@@ -14,10 +14,11 @@ from staging_rig import BATCH, Staged
 from dsa.io import late_device
 from dsa.io.cache import Arena
 from dsa.io.devices import CudaDevice, open_device
+from dsa.io.double_buffer import DoubleBuffer
 from dsa.io.late_device import LateDevice
 from dsa.io.staged import Lease, StagedBatches, StageJob
 from dsa.io.staging import Staging
-from dsa.io.staging_buffer import Buffer, State
+from dsa.io.staging_buffer import Buffer, Phase
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -56,10 +57,10 @@ def numbers_are_right(training: Staged) -> bool:
 
 
 def no_forwarding(planted: pytest.MonkeyPatch) -> None:
-    def skip(self: Staging, source: Buffer, regions: object, target: Buffer) -> None:
+    def skip(self: DoubleBuffer, source: Buffer, regions: object, target: Buffer) -> None:
         target.source = None
 
-    planted.setattr(Staging, "_forward", skip)
+    planted.setattr(DoubleBuffer, "forward", skip)
 
 
 def reused_before_its_event(planted: pytest.MonkeyPatch) -> None:
@@ -154,13 +155,13 @@ def test_frames_wait_for_their_records_to_come_back(
         opt.announce(training.rows(batch))
         training.await_staged()
     training.step(batch)
-    assert training.staging.states().count(State.DRAINING) >= 1
+    assert training.staging.phases().count(Phase.DRAINING) >= 1
     opt.announce({"w": range(100, 300)})  # takes every frame that it can get, which are too few
     condition = training.staging._access.condition
     with condition:
         assert condition.wait_for(lambda: arena.pinned == arena.n_frames, 20.0)
     training.device.hurry()
-    training.await_states(lambda states: State.DRAINING not in states)
+    training.await_phases(lambda phases: Phase.DRAINING not in phases)
     assert numbers_are_right(training) == (fault is None)
 
 
@@ -173,8 +174,8 @@ def overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_s: float, *, 
         training.opt.announce(training.rows(batch))
     for i, batch in enumerate(batches):
         left = min(2, len(batches) - i) if announced else 0
-        training.await_states(
-            lambda states, left=left: states.count(State.READY) == left and states.count(State.FREE) == 2 - left,
+        training.await_phases(
+            lambda phases, left=left: phases.count(Phase.READY) == left and phases.count(Phase.FREE) == 2 - left,
             hurry=True,
         )
         device.spend(model_s)
@@ -210,7 +211,7 @@ def test_blocks_grow_to_the_largest_batch_and_are_used_again(tmp_path: Path, mon
 
 
 def test_a_batch_larger_than_a_buffer_may_be_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsa.io.staging.MOST_BYTES", 400)  # ten records
+    monkeypatch.setattr("dsa.io.double_buffer.MOST_BYTES", 400)  # ten records
     training = Staged(tmp_path, monkeypatch, 0)
     for batch in training.opt.lookahead(training.batches(10), rows=training.rows, depth=2):
         training.step(batch)

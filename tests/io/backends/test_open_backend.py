@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from dsa.config import IOConfig
+from dsa.config import DeviceChoice, IOConfig
 from dsa.errors import ConfigError
 from dsa.io import backends
 from dsa.io.backends import AiofilesBackend, ThreadsBackend, open_backend
@@ -45,6 +45,42 @@ def test_auto_takes_the_first_that_works_and_says_why(
     assert backend.name == "threads"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "backend threads (fast cannot work here: [Errno 38] no such call)"
+    backend.shut_down(30)
+
+
+CANNOT = "cannot work here: [Errno 38] no such call"
+
+
+class Probed:
+    """A probe that found a backend to be the best."""
+
+    def __init__(self, backend: str) -> None:
+        self.choice = DeviceChoice(backend, False, 8, 4096, 1 << 20, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "probed", "opened", "line"),
+    [
+        ("auto", "aiofiles", "aiofiles", "backend aiofiles (chosen by the probe)"),
+        ("auto", "fast", "threads", f"backend threads (fast, chosen by the probe, {CANNOT})"),
+        (
+            "auto",
+            "later",
+            "threads",
+            f"backend threads (later, chosen by the probe, is not a backend of this program; fast {CANNOT})",
+        ),
+        ("threads", "aiofiles", "threads", "backend threads (asked for by name)"),
+    ],
+)
+def test_auto_takes_the_backend_that_a_probe_chose_if_it_works_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str, probed: str, opened: str, line: str
+) -> None:
+    candidates = (("fast", broken), ("threads", ThreadsBackend), ("aiofiles", AiofilesBackend))
+    monkeypatch.setattr(backends, "CANDIDATES", candidates)
+    caplog.set_level(logging.INFO, "dsa")
+    backend = open_backend(asked, IOConfig(probe=Probed(probed)))
+    assert backend.name == opened
+    assert [record.getMessage() for record in caplog.records] == [line]
     backend.shut_down(30)
 
 
