@@ -196,6 +196,7 @@ class Bookkeeping:
 
     def begin(self, rows_by_table: Mapping[int, Rows], *, lasting: bool) -> Step:
         """Begin a step (`lasting`) or a read of the rows; a step uses up its announcements."""
+        self._news.tell_much()
         batch = self.window.new(Kind.STEP, rows_by_table)
         used, late = self.window.used_by_step() if lasting else ([], [])
         sequences = frozenset(announced.sequence for announced in used)

@@ -74,7 +74,7 @@ def content_of(function: Callable[..., Any]) -> str:
 
     Asked for where code is compiled or loaded, not where it is decorated: only then is every name there.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(_file_digest(__file__), digest_size=16)  # how things are compiled is said here
     for part in _parts(function, set()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

@@ -113,7 +113,7 @@ class Policy:
         self._frame_code[frames] = self._codes[table][rows]
 
     def touched(self, table: int, rows: NDArray[Any], frames: NDArray[np.int32]) -> None:
-        """A step updated these rows (unique, sorted or not) in these frames: one access each."""
+        """A step had these rows (unique, sorted or not) in these frames: one access each."""
         self._same_length(len(rows), frames)
         if self.roomy:
             return

@@ -1,7 +1,7 @@
 """What eviction's policies have not been told yet. Pure.
 
-A policy is told before it is asked for anything, and where there is much to tell; not in the announcement itself, nor
-in the step: the training thread would wait for it.
+A policy is told before it is asked for anything. An announcement or a step tells it only where there is much to tell,
+as where nobody asks: the training thread waits for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dsa.io.cache import Frames, Rows
 from dsa.io.jobs import Table
 
 _MOST = 64
+_MOST_ROWS = 1 << 18  # 20 bytes each, besides what holds them anyway
 _NO_FRAMES: Frames = np.empty(0, np.int32)
 
 
@@ -32,6 +33,7 @@ class PolicyNews:
 
     def __init__(self) -> None:
         self._untold: deque[tuple[_Kind, Table, int, Rows, Frames]] = deque()
+        self._rows = 0  # in all of them
 
     def __len__(self) -> int:
         return len(self._untold)
@@ -54,16 +56,18 @@ class PolicyNews:
     def _note(self, kind: _Kind, table: Table, sequence: int, rows: Rows, frames: Frames) -> None:
         if not table.arena.roomy:
             self._untold.append((kind, table, sequence, rows, frames))
+            self._rows += len(rows)
 
     def tell_much(self) -> None:
         """Tell the policies, where there is much: where nobody asks them, it would pile up."""
-        if len(self._untold) >= _MOST:
+        if len(self._untold) >= _MOST or self._rows >= _MOST_ROWS:
             self.tell()
 
     def tell(self) -> None:
         """Tell the policies everything."""
         while self._untold:
             kind, table, sequence, rows, frames = self._untold.popleft()
+            self._rows -= len(rows)
             policy, number = table.arena.policy, table.arena_table
             if kind is _Kind.TOUCHED:
                 policy.touched(number, rows, frames)
@@ -75,3 +79,4 @@ class PolicyNews:
     def forget(self) -> None:
         """Tell nobody: the policies begin anew, also where an interrupt has left one half told."""
         self._untold.clear()
+        self._rows = 0

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from dsa.errors import DeviceError
-from dsa.io.backends.posix_files import open_descriptor, reported, sync_descriptor
+from dsa.io.backends.posix_files import open_descriptor, reported, sync_descriptor, sync_names
 
 _ZEROS = bytes(1 << 20)
 _CANNOT_SYNC = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
@@ -49,7 +49,7 @@ def _sync_names(directory: Path) -> None:
         with reported("sync of the directory", directory):
             fd = open_descriptor(directory, os.O_RDONLY)
             try:
-                os.fsync(fd)
+                sync_names(fd)
             finally:
                 os.close(fd)
     except DeviceError as error:

@@ -21,7 +21,7 @@ from dsa.optim.sorting import Sorted
 from dsa.optim.warm_up import warm_up
 
 MOST_LOOK_UPS = 3 << 18
-"""In all batches that wait for their turn: once so many are kept in order, 24 bytes each, others are sorted later."""
+"""In all batches that wait for their turn: the order of so many is kept, 24 bytes each; others are sorted later."""
 _USELESS_STEPS = 4
 _TRIED_AGAIN = 256  # one announcement in so many
 _JUDGED_STEPS = 10
@@ -154,13 +154,12 @@ class Announcer:
         self._engine.check_open()
         self._announced += 1
         kept = sum(look_ups for look_ups, _ in list(self._sorted.values()))
-        unordered = self._unordered() if kept < MOST_LOOK_UPS else range(len(self.tables.tables))
-        found = resolve_sorted(rows, self.tables, unordered)
+        found = resolve_sorted(rows, self.tables, self._unordered(), MOST_LOOK_UPS - kept)
         ticket = self._engine.announce(Kind.AHEAD, {number: batch.rows for number, batch in found.items()}, hand_out)
         if hand_out is not None:
             self._take_up(hand_out)
         look_ups = sum(len(batch.order) for batch in found.values())
-        if ticket and look_ups <= MOST_LOOK_UPS:
+        if ticket:
             self._sorted[ticket] = look_ups, found
         return ticket
 

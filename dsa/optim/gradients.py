@@ -95,7 +95,9 @@ def unique_rows(name: str, param: Tensor, maximize: bool, announced: Sorted | No
     if grad.is_coalesced() and _ascending(indices):
         sums = -values if maximize else values
         _check_range(name, param, int(indices[0]), int(indices[-1]))
-        return SparseGradient(indices.contiguous(), sums.reshape(count, width).contiguous())
+        # Rows are kept beyond the step (policies hear of them late), and these are the user's to change after it.
+        rows = indices.clone(memory_format=torch.contiguous_format)
+        return SparseGradient(rows, sums.reshape(count, width).contiguous())
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         indices = indices.contiguous()
         found = announced if announced is not None and announced.is_of(indices) else sort(indices)

@@ -114,12 +114,16 @@ def resolve(announcement: Mapping[Key, Rows], tables: TableDirectory) -> RowSets
 
 
 def resolve_sorted(
-    announcement: Mapping[Key, Rows] | Mapping[str, Sorted], tables: TableDirectory, unordered: Container[int] = ()
+    announcement: Mapping[Key, Rows] | Mapping[str, Sorted],
+    tables: TableDirectory,
+    unordered: Container[int] = (),
+    most_look_ups: int | None = None,
 ) -> dict[int, Sorted]:
     """As `resolve`, with the order of the look-ups besides; what a loader's worker has sorted is only checked.
 
     Args:
         unordered: tables whose order is of no use to anybody, and costs most of the time.
+        most_look_ups: where there are more, all tables together, the rows alone are found, for all of them.
 
     Raises:
         ConfigError, UsageError: as `resolve`.
@@ -134,8 +138,13 @@ def resolve_sorted(
         else:
             given[key] = rows
     looked_up = united(given if isinstance(announcement, Mapping) else announcement, tables)
+    ordered = [len(rows) for number, rows in looked_up.items() if number not in unordered]
+    look_ups = sum(ordered) + sum(len(batch.order) for batch in found.values())
+    too_many = most_look_ups is not None and look_ups > most_look_ups
+    if too_many:
+        found = {number: Sorted.of_rows(batch.rows) for number, batch in found.items()}
     for number, rows in looked_up.items():
-        if number in unordered:
+        if too_many or number in unordered:
             found[number] = Sorted.of_rows(sorted_unique(rows))
         else:
             found[number] = sort(_as_tensor(rows), recognizable=True)

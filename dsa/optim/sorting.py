@@ -61,16 +61,15 @@ def sort(looked_up: Tensor, *, recognizable: bool = False) -> Sorted:
     """
     ordered, order = looked_up.sort(0)
     count = ordered.shape[0]
-    room = np.empty((3 if recognizable else 2) * count + 1, np.int64)
-    kept = room[2 * count + 1 :]
-    if recognizable:
-        kept[:] = looked_up.numpy()
-    start = address_of_own(room)
+    rows, starts = np.empty(count + 1, np.int64), np.empty(count + 1, np.int64)  # of one more: both have an address
     cells = np.zeros(_CELLS, np.int64)
-    cells[_ORDERED], cells[_COUNT], cells[_STARTS], cells[_ROWS] = ordered.data_ptr(), count, start + 8 * count, start
+    cells[_ORDERED], cells[_COUNT] = ordered.data_ptr(), count
+    cells[_STARTS], cells[_ROWS] = address_of_own(starts), address_of_own(rows)
     _runs_region().call(address_of_own(cells))
     found = int(cells[_FOUND])
-    return Sorted(room[:found], order.numpy(), room[count : count + found + 1], kept)
+    # The rows are kept longer than the rest, and so in memory that is no larger than they are.
+    kept = looked_up.numpy().copy() if recognizable else rows[:0].copy()
+    return Sorted(rows[:found].copy(), order.numpy(), starts[: found + 1], kept)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from dsa.io import policy_news
 from dsa.io.bookkeeping import MOST_HOOK_ANNOUNCEMENTS
 from dsa.io.window import Kind
 
@@ -521,6 +522,21 @@ def test_what_the_policy_is_told_late_is_told_before_it_is_asked_and_never_piles
     for _ in range(100):
         world.announce(Kind.HOOK, {0: [1]})
     assert len(world.books._news) <= 65
+
+
+def test_news_of_steps_that_nobody_announces_and_that_miss_nothing_do_not_pile_up() -> None:
+    world = Walk((200,), (20, 1), dirty_share=None)
+    for _ in range(100):
+        update(world, {0: range(5)})
+    assert len(world.books._news) <= 65
+
+
+def test_news_of_large_steps_do_not_pile_up_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_news, "_MOST_ROWS", 12)
+    world = Walk((200,), (20, 1), dirty_share=None)
+    for _ in range(10):
+        update(world, {0: range(5)})
+        assert len(world.books._news) <= 3
 
 
 def test_a_state_can_be_loaded_although_an_interrupt_left_a_policy_half_told() -> None:

@@ -60,7 +60,6 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert self.foresight.next_use(np.arange(self.n_rows)).tolist() == naive
         assert self.foresight.next_use(np.arange(self.n_rows)[::-1]).tolist() == naive[::-1]
         assert len(self.foresight) == len(self.known)
-        assert len(self.foresight) == len(self.known)
         if self.known:
             assert self.foresight.span == (min(self.known), max(self.known))
         for sequence, rows in self.known.items():
@@ -108,9 +107,7 @@ def test_memory_follows_what_is_known_at_once() -> None:
             # Some leave out of order, as dropped batches do.
             foresight.retire(sequence if sequence % 3 == 0 else next(iter(foresight._slots)))
         while len(foresight) > 16:
-            oldest = foresight.span[0] if len(foresight) else None
-            assert oldest is not None
-            foresight.retire(oldest)
+            foresight.retire(foresight.span[0])
     assert len(foresight._rows) < 2 * 17 * 600
 
 

@@ -185,10 +185,21 @@ WALKED: dict[str, TakeOut] = {
 }
 
 
+def _lease_meets_a_copy() -> None:
+    world = Walk((6,), (6, 1), dirty_share=0.0)
+    _step(world, [0])
+    assert world.next_write()
+    world.write_moves(0)  # half of the record is copied
+    _step(world, [0])
+    world.write_moves(0)
+    world.write_moves(0)
+
+
 MADE: dict[str, tuple[TakeOut, Callable[[], None]]] = {
     "4: cleaning compares": (cleaning_overwrites, _cleaning_meets_a_write),
     "5: reads are awaited": (reads_not_awaited, _cleaning_meets_a_read),
     "5: generations are retained": (generations_not_retained, _generation_meets_writes),
+    "7: torn copies are void": (torn_copies_kept, _lease_meets_a_copy),
 }
 
 

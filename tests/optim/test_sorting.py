@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,20 +133,35 @@ def test_an_order_that_was_of_no_use_is_tried_again_now_and_then(tmp_path: Path)
     assert all(known[first:])  # it was of use
 
 
-def test_beyond_so_many_look_ups_no_order_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [False, True])
+def test_beyond_so_many_look_ups_no_order_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: bool
+) -> None:
     monkeypatch.setattr(books, "MOST_LOOK_UPS", 100)
     embedding = torch.nn.Embedding(400, 3, sparse=True)
     batches = [torch.randint(0, 400, (30,), generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
     batches[6] = torch.arange(101)
-    with DiskSparseAdam(embedding.parameters(), state_dir=tmp_path / "s", cache=1 << 20) as optimizer:
+    loader: Any = batches
+    rows: Any = lambda batch: {embedding: batch}  # noqa: E731
+    if workers:
+        loader, rows = DataLoader(batches, batch_size=1, collate_fn=collate_with_rows(_only, a_list_of_rows)), None
+    with DiskSparseAdam(embedding.named_parameters(), state_dir=tmp_path / "s", cache=1 << 20) as optimizer:
         announcer = optimizer._books.announcer
         known = []
-        for batch in optimizer.lookahead(batches, rows=lambda batch: {embedding: batch}, depth=5):
-            known.append(announcer.handed_out[0].ordered if announcer.handed_out else None)
+        for batch in optimizer.lookahead(loader, rows=rows, depth=5):
+            assert sum(len(kept.order) for _, found in announcer._sorted.values() for kept in found.values()) <= 100
+            assert announcer.handed_out[0].rows.tolist() == batch.unique().tolist()
+            known.append(announcer.handed_out[0].ordered)
             optimizer.zero_grad()
             embedding(batch).sum().backward()
             optimizer.step()
-    # Four of the first six make 120; as one of them goes, the next one to come is ordered. The seventh is too large.
-    assert known[:6] == [True, True, True, True, False, False]
-    assert known[6] is None
+    # Three of the first six make 90; as one of them goes, the next one to come is ordered. The seventh is too large.
+    assert known[:7] == [True, True, True, False, False, False, False]
     assert any(known[7:])
+
+
+def test_what_is_kept_with_the_rows_is_no_larger_than_they_are() -> None:
+    # The window keeps rows as long as a batch is known, which is longer than anybody needs the rest.
+    found = sort(torch.arange(1000) % 10, recognizable=True)
+    assert len(found.rows) == 10
+    assert found.rows.base is None

@@ -57,6 +57,14 @@ def open_descriptor(path: Path, flags: int) -> int:
     return fd
 
 
+def sync_names(fd: int) -> None:
+    """The names in the directory are on the medium when this returns."""
+    if sys.platform == "darwin":
+        sync_descriptor(fd)
+    else:
+        os.fsync(fd)
+
+
 def sync_descriptor(fd: int) -> None:
     """The file's bytes, and its length, are on the medium when this returns."""
     if sys.platform == "darwin":
@@ -195,6 +203,6 @@ def _sync_directory(path: Path) -> None:
     with reported("sync of the directory", path):
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _OPEN_FLAGS)
         try:
-            os.fsync(fd)
+            sync_names(fd)
         finally:
             os.close(fd)
