@@ -42,7 +42,7 @@ from dsa.io.layout import round_up
 from dsa.optim.lookahead import MOST_AHEAD
 
 STAGES = ("cached", "alone", "hidden", "limited", "large")
-_CACHED_DEPTH = 4
+_CACHED_DEPTH = _FEW_AHEAD = 4
 _BEYOND = MOST_AHEAD + 16  # batches that lookahead may want after the last step
 
 
@@ -265,7 +265,11 @@ class Stages:
             self.cases.append(case)
 
     def large(self, rows: int, in_use: int) -> None:
-        """The same batches' cost in a small table of narrow rows and in a large one."""
+        """The same batches' cost in a small table of narrow rows and in a large one.
+
+        Few batches are announced: 64 of them would know half the rows of the small table beforehand, and next to none
+        of a large one, and hits would be compared instead of costs.
+        """
         scale, width, share = self.scale, LARGE_WIDTH, 0.10
         ram_bytes = (rows + scale.small_rows) * (4 * width + 16) + int(share * in_use * frame_bytes(width))
         if not self._room(f"{rows:,} rows of {width}", ram_bytes):
@@ -277,8 +281,9 @@ class Stages:
         case = StepCase(LARGE, 8 * width, {}, rows, width, in_use, scale.batch_rows, "uniform", share)
         misses: list[float] = []
         with self._place() as place:
-            big = OnDisk(works[0], place / "large", share, backend=self.backend, in_use=used)
-            small = OnDisk(works[1], place / "small", share, backend=self.backend)
+            disk_of = partial(OnDisk, cache=share, backend=self.backend, depth=_FEW_AHEAD)
+            big = disk_of(works[0], place / "large", in_use=used)
+            small = disk_of(works[1], place / "small")
             with big, small:
                 for disk, drawn, count in zip((big, small), draws, (in_use, scale.small_rows), strict=True):
                     updates = min(scale.large_turnovers * count, scale.large_most_updates)
