@@ -22,7 +22,7 @@ import pytest
 
 from dsa.config import IOConfig
 from dsa.io.backends.aio import AiofilesBackend
-from dsa.io.backends.base import Backend
+from dsa.io.backends.base import Backend, Extents
 from dsa.io.backends.device_models import NVME
 from dsa.io.backends.emulated import EmulatedBackend
 from dsa.io.backends.ring import Outcome, Ring
@@ -31,6 +31,13 @@ from dsa.io.backends.threads import SystemCalls, ThreadsBackend
 from dsa.io.backends.uring import UringBackend
 
 PATIENCE_S = 30.0
+SIZE = 1 << 20
+DATA = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
+DATA.setflags(write=False)
+
+
+def extents(*rows: tuple[int, int, int]) -> Extents:
+    return Extents(*np.array(rows, np.int64).reshape(-1, 3).T)
 
 
 def _open_gate() -> threading.Event:

@@ -13,28 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_rigs import PATIENCE_S, RIGS, Faults, Rig
+from backend_rigs import DATA, PATIENCE_S, SIZE, Faults, Rig, extents
 
 from dsa.config import IOConfig
 from dsa.errors import ClosedError, CorruptError, DeviceError
 from dsa.io.backends import Backend, Extents, File
 from dsa.io.memory import allocate
-
-SIZE = 1 << 20
-DATA = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
-DATA.setflags(write=False)
-
-
-@pytest.fixture(params=RIGS, ids=str)
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return request.param
-
-
-@pytest.fixture
-def faults() -> Iterator[Faults]:
-    made = Faults()
-    yield made
-    made.open_gates()
 
 
 @pytest.fixture
@@ -43,19 +27,6 @@ def backend(rig: Rig, faults: Faults) -> Iterator[Backend]:
     yield made
     faults.open_gates()
     made.shut_down(PATIENCE_S)
-
-
-@pytest.fixture
-def file(backend: Backend, tmp_path: Path) -> Iterator[File]:
-    path = tmp_path / "data"
-    path.write_bytes(DATA.tobytes())
-    opened = backend.open(path)
-    yield opened
-    backend.close(opened)
-
-
-def extents(*rows: tuple[int, int, int]) -> Extents:
-    return Extents(*np.array(rows, np.int64).reshape(-1, 3).T)
 
 
 async def raises_device_error(call: Awaitable[None], number: int, path: Path) -> DeviceError:

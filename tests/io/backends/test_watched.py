@@ -5,37 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_rigs import PATIENCE_S, RIGS, Faults, Rig
+from backend_rigs import DATA, PATIENCE_S, Faults, Rig, extents
 
 from dsa.config import IOConfig
 from dsa.errors import DeviceError
 from dsa.io.backends.base import File
 from dsa.io.backends.watched import WatchedBackend
-from dsa.io.extents import Extents
-
-DATA = np.arange(8192, dtype=np.int64).astype(np.uint8)
-
-
-def extents(*of: tuple[int, int, int]) -> Extents:
-    offsets, lengths, at = np.array(of, np.int64).T
-    return Extents(offsets, lengths, at)
-
-
-@pytest.fixture(params=RIGS, ids=str)
-def rig(request: pytest.FixtureRequest) -> Rig:
-    found: Rig = request.param
-    return found
-
-
-@pytest.fixture
-def faults() -> Iterator[Faults]:
-    made = Faults()
-    yield made
-    made.open_gates()
 
 
 @pytest.fixture
@@ -44,15 +22,6 @@ def backend(rig: Rig, faults: Faults) -> Iterator[WatchedBackend]:
     yield made
     faults.open_gates()
     made.shut_down(PATIENCE_S)
-
-
-@pytest.fixture
-def file(backend: WatchedBackend, tmp_path: Path) -> Iterator[File]:
-    path = tmp_path / "f"
-    path.write_bytes(DATA.tobytes())
-    opened = backend.open(path)
-    yield opened
-    backend.close(opened)
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
