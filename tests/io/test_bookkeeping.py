@@ -531,6 +531,13 @@ def test_news_of_steps_that_nobody_announces_and_that_miss_nothing_do_not_pile_u
     assert len(world.books._news) <= 65
 
 
+def test_where_every_row_has_a_frame_there_are_no_news() -> None:
+    world = Walk((9,), (10, 1), dirty_share=None)
+    world.announce(Kind.ANNOUNCED, {0: [1, 2]})
+    update(world, {0: [1, 2]})
+    assert len(world.books._news) == 0
+
+
 def test_news_of_large_steps_do_not_pile_up_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_news, "_MOST_ROWS", 12)
     world = Walk((200,), (20, 1), dirty_share=None)
