@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from dsa.io import indexfile
 from dsa.io.backends.base import Backend, File
 from dsa.io.directory import Directory
 from dsa.io.layout import table_identity, write_header
-from dsa.io.manifest import Generation, Manifest, TableEntry, TableState, encode, index_file
-from dsa.io.manifest_file import discard
+from dsa.io.manifest import Generation, Manifest, TableEntry, TableState, index_file
+from dsa.io.manifest_file import discard, replace_manifest
 from dsa.io.memory import allocate
 from dsa.io.reading import (
     Opened,
@@ -219,7 +218,4 @@ async def _publish(backend: Backend, new: Directory, manifest: Manifest) -> None
     """As a creation does it: all names are durable before the manifest can be seen."""
     for path in (new.tables_path, new.index_path, new.path, *new.ancestors()):
         await backend.sync_directory(path)
-    data: Sequence[NDArray[np.uint8]] = [np.frombuffer(encode(manifest), np.uint8)]
-    await backend.write_whole(new.new_manifest_path, data)
-    await backend.replace(new.new_manifest_path, new.manifest_path)
-    await backend.sync_directory(new.path)
+    await replace_manifest(backend, new, manifest)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.errors import ConfigError, CorruptError, DeviceError, MismatchError, StateFileError, UsageError
+from dsa.errors import ConfigError, DeviceError, MismatchError, StateFileError, UsageError
 from dsa.io import indexfile
 from dsa.io.backends.base import Backend
 from dsa.io.directory import Directory
@@ -85,13 +85,7 @@ class Generations:
     async def _reader(self, state: TableState) -> indexfile.Reader:
         manifest = self._present()
         path = self.directory.file(str(state.index_file))
-        reader = await indexfile.Reader.open(self.backend, path, manifest.uuid, state.table, state.index_check)
-        if reader.header.n_segments != state.n_segments:
-            reader.close()
-            raise CorruptError(
-                f"{path}: {reader.header.n_segments} segments, the manifest says {state.n_segments}; at byte 48"
-            )
-        return reader
+        return await indexfile.Reader.of_table(self.backend, path, manifest.uuid, state)
 
     # Looking.
 

@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from dsa.errors import CorruptError, DeviceError, FormatError, MismatchError
 from dsa.io import memory
 from dsa.io.backends.base import Backend, Bytes, Extents, File
-from dsa.io.manifest import BLOCK_BYTES
+from dsa.io.manifest import BLOCK_BYTES, TableState
 
 MAGIC = b"DSAINDEX"
 FORMAT_VERSION = 1
@@ -200,6 +200,21 @@ class Reader:
         self._sections = header.sections()
         largest = max(section.padded for section in self._sections)
         self._scratch = memory.allocate(min(largest, CHUNK_BYTES), np.uint8)
+
+    @classmethod
+    async def of_table(cls, backend: Backend, path: Path, directory: str, state: TableState) -> Reader:
+        """Open the index file of a table in a generation, which is as long as the manifest says.
+
+        Raises:
+            StateFileError, DeviceError: as `open`; CorruptError also where the length differs.
+        """
+        reader = await cls.open(backend, path, directory, state.table, state.index_check)
+        if reader.header.n_segments != state.n_segments:
+            reader.close()
+            raise CorruptError(
+                f"{path}: {reader.header.n_segments} segments, the manifest says {state.n_segments}; at byte 48"
+            )
+        return reader
 
     @classmethod
     async def open(cls, backend: Backend, path: Path, directory: str, table: str, check: int) -> Reader:

@@ -143,16 +143,10 @@ async def open_index(opened: Opened, manifest: Manifest, state: TableState) -> R
     """The table's index file in a generation that has one; close it after use.
 
     Raises:
-        StateFileError, DeviceError: see `indexfile.Reader.open`.
+        StateFileError, DeviceError: see `indexfile.Reader.of_table`.
     """
     path = opened.directory.file(str(state.index_file))
-    reader = await Reader.open(opened.backend, path, manifest.uuid, state.table, state.index_check)
-    if reader.header.n_segments != state.n_segments:
-        reader.close()
-        raise CorruptError(
-            f"{path}: {reader.header.n_segments} segments, the manifest says {state.n_segments}; at byte 48"
-        )
-    return reader
+    return await Reader.of_table(opened.backend, path, manifest.uuid, state)
 
 
 async def load_index(

@@ -7,6 +7,7 @@ most, what it raises is the request's failure.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import io
@@ -22,7 +23,7 @@ import pytest
 
 from dsa.config import IOConfig
 from dsa.io.backends.aio import AiofilesBackend
-from dsa.io.backends.base import Backend, Extents
+from dsa.io.backends.base import Backend, Bytes, Extents, File
 from dsa.io.backends.device_models import NVME
 from dsa.io.backends.emulated import EmulatedBackend
 from dsa.io.backends.ring import Outcome, Ring
@@ -213,3 +214,33 @@ RIGS = [
         Rig("uring", _uring), marks=pytest.mark.skipif(bool(why_no_uring()), reason=why_no_uring() or "it works")
     ),
 ]
+
+
+async def until(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, PATIENCE_S)
+
+
+async def turns(count: int = 20) -> None:
+    """Let the loop run what is ready, several times over."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def cancel_transfer(backend: Backend, file: File, faults: Faults, what: str, times: int) -> Bytes:
+    """Cancel a read or a write of the file's first 100 bytes while the device holds it: it ends only when its memory is
+    at rest, and the bytes have moved. The memory."""
+    faults.gates[what].clear()
+    buffer = np.zeros(100, np.uint8)
+    call = backend.read(file, extents((0, 100, 0)), buffer) if what == "read" else backend.write(file, 0, buffer)
+    moving = asyncio.ensure_future(call)
+    await until(faults.entered[what])
+    for _ in range(times):
+        moving.cancel()
+        await turns()
+        assert not moving.done()
+    faults.gates[what].set()
+    with pytest.raises(asyncio.CancelledError):
+        await moving
+    assert np.array_equal(buffer, DATA[:100] if what == "read" else np.zeros(100))
+    assert file.path.read_bytes()[:100] == (DATA[:100].tobytes() if what == "read" else bytes(100))
+    return buffer

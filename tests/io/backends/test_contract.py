@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backend_rigs import DATA, PATIENCE_S, SIZE, Faults, Rig, extents
+from backend_rigs import DATA, PATIENCE_S, SIZE, Faults, Rig, cancel_transfer, extents, turns, until
 
 from dsa.config import IOConfig
 from dsa.errors import ClosedError, CorruptError, DeviceError
@@ -36,16 +36,6 @@ async def raises_device_error(call: Awaitable[None], number: int, path: Path) ->
     assert caught.value.filename == str(path)
     assert str(path) in str(caught.value)
     return caught.value
-
-
-async def until(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, PATIENCE_S)
-
-
-async def turns(count: int = 20) -> None:
-    """Let the loop run what is ready, several times over."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 # Reading.
@@ -381,20 +371,7 @@ async def test_several_reads_of_a_file_are_in_flight_together(backend: Backend, 
 async def test_a_cancelled_transfer_returns_only_when_its_memory_is_at_rest(
     backend: Backend, file: File, faults: Faults, what: str, times: int
 ) -> None:
-    faults.gates[what].clear()
-    buffer = np.zeros(100, np.uint8)
-    call = backend.read(file, extents((0, 100, 0)), buffer) if what == "read" else backend.write(file, 0, buffer)
-    moving = asyncio.ensure_future(call)
-    await until(faults.entered[what])
-    for _ in range(times):
-        moving.cancel()
-        await turns()
-        assert not moving.done()
-    faults.gates[what].set()
-    with pytest.raises(asyncio.CancelledError):
-        await moving
-    assert np.array_equal(buffer, DATA[:100] if what == "read" else np.zeros(100))
-    assert file.path.read_bytes()[:100] == (DATA[:100].tobytes() if what == "read" else bytes(100))
+    buffer = await cancel_transfer(backend, file, faults, what, times)
     # And the backend is as good as before.
     await backend.write(file, 0, np.full(10, 1, np.uint8))
     await backend.read(file, extents((0, 100, 0)), buffer)

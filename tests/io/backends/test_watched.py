@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from backend_rigs import DATA, PATIENCE_S, Faults, Rig, extents
+from backend_rigs import DATA, PATIENCE_S, Faults, Rig, cancel_transfer, extents
 
 from dsa.config import IOConfig
 from dsa.errors import DeviceError
@@ -29,21 +28,7 @@ def backend(rig: Rig, faults: Faults) -> Iterator[WatchedBackend]:
 async def test_a_cancelled_transfer_ends_only_when_its_memory_is_at_rest(
     backend: WatchedBackend, file: File, faults: Faults, what: str, times: int
 ) -> None:
-    faults.gates[what].clear()
-    buffer = np.zeros(100, np.uint8)
-    call = backend.read(file, extents((0, 100, 0)), buffer) if what == "read" else backend.write(file, 0, buffer)
-    moving = asyncio.ensure_future(call)
-    assert await asyncio.to_thread(faults.entered[what].wait, PATIENCE_S)
-    for _ in range(times):
-        moving.cancel()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not moving.done()
-    faults.gates[what].set()
-    with pytest.raises(asyncio.CancelledError):
-        await moving
-    assert np.array_equal(buffer, DATA[:100] if what == "read" else np.zeros(100))
-    assert file.path.read_bytes()[:100] == (DATA[:100].tobytes() if what == "read" else bytes(100))
+    buffer = await cancel_transfer(backend, file, faults, what, times)
     await backend.read(file, extents((200, 50, 0)), buffer)  # and it is as good as before
     assert np.array_equal(buffer[:50], DATA[200:250])
 
