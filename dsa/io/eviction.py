@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from dsa.errors import UsageError
 from dsa.io.ageing import Ageing
+from dsa.io.choosing import NOBODY as NOBODY
+from dsa.io.choosing import SEQUENCE_BITS, choose
 from dsa.io.compile import kernel
 from dsa.io.foresight import Foresight
 
@@ -36,9 +38,6 @@ _ONE = 60  # the byte of a single access just now: counts from 0.1 to 2,100 have
 _LOOK = 32  # frames looked at for each victim
 _LEAST_LOOK = 1 << 14
 _UNKNOWN = np.int32(-1)
-_SEQUENCE_BITS = 0x7FFFFFFF
-NOBODY = 1 << 40
-"""Beyond the key of every frame."""
 _ANYWHERE: NDArray[np.int16] = np.zeros(0, np.int16)  # no table in particular
 
 
@@ -210,7 +209,7 @@ class Policy:
             return np.zeros(0, np.int32), hand, -1
         oldest, newest = self._known_span()
         look = min(self.n_frames, max(_LEAST_LOOK, _LOOK * count))
-        chosen, hand, last = _choose(
+        chosen, hand, last = choose(
             count,
             look,
             hand,
@@ -222,7 +221,7 @@ class Policy:
             table,
             self._frame_code,
             self._frame_due,
-            oldest & _SEQUENCE_BITS,
+            oldest & SEQUENCE_BITS,
             newest - oldest + 1,
         )
         return chosen, int(hand), int(last)
@@ -266,7 +265,7 @@ def _set_due(next_use: NDArray[np.int64], frames: NDArray[np.int32], frame_due: 
         frame = frames[i]
         if frame >= 0:
             never = next_use[i] == np.iinfo(np.int64).max
-            frame_due[frame] = _UNKNOWN if never else np.int32(next_use[i] & _SEQUENCE_BITS)
+            frame_due[frame] = _UNKNOWN if never else np.int32(next_use[i] & SEQUENCE_BITS)
 
 
 @kernel
@@ -298,71 +297,3 @@ def _bump(
 def _subtract_one(codes: NDArray[np.uint8]) -> None:
     for i in range(len(codes)):
         codes[i] -= np.uint8(codes[i] > 0)
-
-
-@kernel
-def _choose(
-    count: int,
-    look: int,
-    hand: int,
-    flags: NDArray[np.uint8],
-    mask: int,
-    wanted: int,
-    pins: NDArray[np.int32],
-    table_of: NDArray[np.int16],
-    table: int,
-    frame_code: NDArray[np.uint8],
-    frame_due: NDArray[np.int32],
-    oldest: int,
-    span: int,
-) -> tuple[NDArray[np.int32], int, int]:
-    """The best `count` of the frames behind the hand: `look` of them, and as many more as it takes.
-
-    Also where the hand is then, and the key of the last one; NOBODY where there are fewer.
-
-    Only frames with the `wanted` of the flags in `mask`, without a pin (where `pins` are given), and of `table` (where
-    it is not -1).
-
-    The key of a frame: its byte (0 to 255) where no known batch is due; else 256 and more, least for the latest due.
-    """
-    n_frames = len(flags)
-    tally = np.zeros(256 + span, np.int64)
-    room = look
-    candidates = np.empty(room, np.int32)
-    keys = np.empty(room, np.int32)
-    found = 0
-    seen = 0
-    frame = hand
-    while seen < n_frames and (seen < look or found < count) and found < room:
-        free = (flags[frame] & mask) == wanted and (len(pins) == 0 or pins[frame] == 0)
-        if free and (table < 0 or table_of[frame] == table):
-            due = frame_due[frame]
-            key = np.int64(frame_code[frame])
-            if due >= 0:
-                distance = (np.int64(due) - oldest) & _SEQUENCE_BITS
-                if distance < span:
-                    key = 255 + span - distance
-            tally[key] += 1
-            candidates[found] = frame
-            keys[found] = key
-            found += 1
-        frame += 1
-        if frame == n_frames:
-            frame = 0
-        seen += 1
-    # From here on tally[key] is the place of the next frame with that key.
-    place = 0
-    last = NOBODY
-    for key in range(len(tally)):
-        here = tally[key]
-        if place < count <= place + here:
-            last = key
-        tally[key] = place
-        place += here
-    chosen = np.empty(min(count, found), np.int32)
-    for i in range(found):
-        place = tally[keys[i]]
-        if place < len(chosen):
-            chosen[place] = candidates[i]
-            tally[keys[i]] = place + 1
-    return chosen, frame, last
