@@ -7,12 +7,13 @@ to be moved leaves as a job (`FillJob`, `WriteJob`, `CleanJob`) and comes back t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.io import holding
 from dsa.io.cache import Arena, Frames, Rows
 from dsa.io.jobs import CleanJob, FillJob, Step, Table, Tally, WriteJob
 from dsa.io.layout import VOID_ROW
@@ -21,9 +22,8 @@ from dsa.io.reach import Reach
 from dsa.io.reads import Reads
 from dsa.io.segments import Checks
 from dsa.io.window import Batch, Kind, Piece, Window
-from dsa.io.write_choice import Need, any_due, choose
+from dsa.io.write_choice import Need, any_due, any_ordered, choose
 
-_CHEAP_SHARE = 0.125  # of an arena's frames: so many may be pinned, and the cache hardly misses them
 MOST_HOOK_ANNOUNCEMENTS = 256
 """Look-ups of forward passes that are remembered without a step; older ones end."""
 
@@ -117,40 +117,17 @@ class Bookkeeping:
         self.bringing_rests = job is None
         return job
 
-    def _within_reach(self) -> Iterator[Batch]:
-        """The batches to hold, in window order; asked for one by one, since each one held changes what fits."""
-        held = 0
-        for batch in self.window.in_order():
-            if self.window.is_ahead(batch):
-                held += 1
-                if held > self.reach.batches:
-                    self.reach.used_up = True
-                    self.reach.cheap = all(arena.pinned <= _CHEAP_SHARE * arena.n_frames for arena in self.arenas)
-                    return
-                if held > 1 and self.reach.sizes_itself and self._crowded(batch):
-                    return
-            yield batch
-
     def _hold_ahead(self) -> None:
         """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
         self.frames_wanted = 0
-        for batch in self._within_reach():
+        for batch in holding.within_reach(self.window, self.reach, self.tables, self.arenas):
             for piece in batch.pieces:
                 self._take(batch, piece)
                 if piece.unframed:
-                    self.frames_wanted = piece.unframed
+                    self.frames_wanted = 0 if piece.waits else piece.unframed
                     return
             if self._reads.queued() is not None:
                 return
-
-    def _crowded(self, batch: Batch) -> bool:
-        """Whether holding the batch too would pin more than about half the frames of an arena."""
-        for piece in batch.pieces:
-            if not piece.held and piece.unframed:
-                arena = self.tables[piece.table].arena
-                if 2 * (arena.pinned + len(piece.rows)) > arena.n_frames:
-                    return True
-        return False
 
     def _take(self, batch: Batch, piece: Piece) -> None:
         """Pin what is resident, take frames for the rest as far as there are any, and queue the fills."""
@@ -167,12 +144,23 @@ class Bookkeeping:
         if not missing:
             return
         self._news.tell()
+        ahead = self.window.is_ahead(batch)
+        if first and not ahead:
+            arena.keep_ready()
+        piece.waits = ahead and holding.better_wait(piece, arena, self.tables)
+        if piece.waits:
+            return
         taken = arena.take(table.arena_table, piece.rows, piece.frames, missing)
         piece.unframed -= len(taken)
         if not len(taken):
             return
         batch.brought_rows += len(taken)
         batch.new_rows += self._reads.queue(table, piece.rows[taken], piece.frames[taken])
+
+    @property
+    def writes_wanted(self) -> bool:
+        """Whether somebody waits for frames, or for writes that nobody has begun."""
+        return self.frames_wanted > 0 or any_ordered(self.tables)
 
     @property
     def next_ticket(self) -> int:
@@ -332,7 +320,7 @@ class Bookkeeping:
             return True
         if self.frozen or not (self.step is None or self.step.batch.complete):
             return False
-        return any(piece.unframed for batch in self._within_reach() for piece in batch.pieces)
+        return holding.may_bring(self.window, self.reach, self.tables, self.arenas)
 
     def _may_write(self, dirty_share: float | None) -> bool:
         return not self.frozen and any_due(self.tables, self._need(dirty_share))

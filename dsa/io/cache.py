@@ -6,13 +6,14 @@ nothing here does I/O, and every method is called under the engine's lock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io import frame_passes
-from dsa.io.eviction import FILLING, FREE, LEASED, Policy
+from dsa.io.eviction import DIRTY, FILLING, FREE, LEASED, WRITING, Policy
 from dsa.io.frame_passes import BOOKS
 from dsa.io.frame_passes import Frames as Frames
 from dsa.io.frame_passes import Rows as Rows
@@ -22,6 +23,8 @@ DONE_FRAME = -2
 RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed, or chose it
 _FADE = 4  # a batch that needs fewer frames than those before takes a quarter off
 _SMALL_PART = 4  # of what a batch brings in
+_TIGHT = 16  # a batch that lacks more than this part of the frames that nobody pins is choosy
+_MUCH = 4  # more than this part of it
 _LEAST_COLD = 512  # the policy looks through as many frames for these as for fewer
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
@@ -58,6 +61,8 @@ class Arena:
         self._overdue: list[Frames] = []  # per table: dirty frames that should be given up before clean ones
         self._since: list[int] = []  # per table: rows brought in since such frames were looked for
         self._cold: list[Frames] = []  # per table: frames that write-behind is to take next, while they stay as cold
+        self._to_order = False  # batches ahead have what they need written, so that none is kept ready
+        self._ordered: Frames = np.empty(0, np.int32)  # for the last of them
 
     def add_table(self, frame_of: Frames) -> int:
         """Let a table use the arena; `frame_of` int32 [n_rows], all NO_FRAME. The table's number in the arena."""
@@ -90,10 +95,60 @@ class Arena:
         A batch's worth of frames that can be given up, or soon can, is enough, where these are the ones that should be.
         So a dirty row that is not about to go is left alone, and what is updated often is written seldom.
         """
+        if self._on_order():
+            return False
         if self._may_be_overdue(table, segment_rows) or self.overdue(table) >= segment_rows:
             return True
         there = self.n_frames - self.pinned - int(sum(self.idle_dirty.tolist())) + sum(self.writing)
         return sum(self._brought) > there
+
+    def order(self, needed: int, segment_rows: Sequence[int]) -> bool:
+        """Have dirty frames written that a batch ahead should take rather than clean ones; whether it should wait.
+
+        In a cache of a few batches these are rows of the steps just gone. They would hardly ever be taken where as many
+        clean frames as a batch needs are kept ready: a batch held would cost the hits of two.
+
+        Args:
+            needed: frames that the batch lacks.
+            segment_rows: of each table. Whole segments are ordered, where much of one is needed.
+        """
+        if not self._tight(needed):
+            return False
+        self._to_order = True
+        cold = self.policy.coldest(needed, self.flags, self.pins)
+        dirty = np.bincount(self.table_of[cold[self.flags[cold] & DIRTY > 0]], minlength=len(segment_rows))
+        found = []
+        for table, (number, rows) in enumerate(zip(dirty.tolist(), segment_rows, strict=True)):
+            if number * _MUCH > max(needed, rows):
+                count = max(round(number / rows), 1) * rows
+                chosen = self.policy.cold_dirty(count, self.flags, self.pins, self.table_of, table)
+                frame_passes.clear(chosen, self.flags, RECENT)
+                self._overdue[table] = chosen
+                found.append(chosen)
+        self._ordered = np.concatenate([self._ordered[:0], *found])
+        return bool(found)
+
+    def ordered(self, table: int) -> bool:
+        """Whether frames of the table were ordered that no write has taken, though it could."""
+        return self._to_order and self.overdue(table) > 0 and self.idle_dirty[table] > self.writing[table]
+
+    def waited_for(self) -> bool:
+        """Whether what was ordered last is being written, or is about to be."""
+        if any(self.ordered(table) for table in range(len(self.frame_of))):
+            return True
+        return bool(frame_passes.any_flag(self._ordered, self.flags, WRITING))
+
+    def keep_ready(self) -> None:
+        """A batch that was not ahead lacked frames: from now on a batch's worth is kept ready again."""
+        self._to_order = False
+
+    def _on_order(self) -> bool:
+        """Whether batches ahead have what they need written, so that nothing is kept ready for them."""
+        return self._to_order and self._tight(sum(self._brought))
+
+    def _tight(self, needed: int) -> bool:
+        """Whether so many frames are much of what nobody pins."""
+        return not self.roomy and self._next_fresh == self.n_frames and _TIGHT * needed > self.n_frames - self.pinned
 
     def overdue(self, table: int) -> int:
         """How many of the table's frames are known to be dirty, and such as should be given up before clean ones."""
@@ -106,7 +161,7 @@ class Arena:
         left dirty as long as there are clean frames, rows that are of use would be given up instead: after a
         checkpoint, which leaves all frames clean, a whole cache of them.
         """
-        if not self._may_be_overdue(table, segment_rows):
+        if self._on_order() or not self._may_be_overdue(table, segment_rows):
             return
         needed = sum(self._brought) - sum(self.writing) - (self.n_frames - self._next_fresh)
         cold = np.empty(0, np.int32)
@@ -237,6 +292,8 @@ class Arena:
         self._cold = [np.empty(0, np.int32) for _ in self.frame_of]
         self._overdue = [np.empty(0, np.int32) for _ in self.frame_of]
         self._since = [0] * len(self.frame_of)
+        self._to_order = False
+        self._ordered = np.empty(0, np.int32)
         policy = Policy(self.n_frames)
         for frame_of in self.frame_of:
             policy.add_table(len(frame_of))

@@ -163,6 +163,10 @@ class Policy:
         chosen, self._hand, _ = self._coldest(count, self._hand, flags, BARRED, 0, pins, _ANYWHERE, -1)
         return chosen
 
+    def coldest(self, count: int, flags: NDArray[np.uint8], pins: NDArray[np.int32]) -> NDArray[np.int32]:
+        """What `victims` would give were every frame clean; the hand stays where it is."""
+        return self._coldest(count, self._hand, flags, BARRED & ~(DIRTY | WRITING), 0, pins, _ANYWHERE, -1)[0]
+
     def worst_victim(self, count: int, flags: NDArray[np.uint8], pins: NDArray[np.int32]) -> int:
         """The key of the last of so many frames that `victims` would give up now: the more, the greater the loss.
 

@@ -85,4 +85,4 @@ class Prefetch:
 
 def _next(books: Bookkeeping) -> tuple[FillJob | None, bool]:
     job = books.next_fill()
-    return job, books.frames_wanted > 0
+    return job, books.writes_wanted

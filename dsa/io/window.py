@@ -37,6 +37,8 @@ class Piece:
     held: bool = False  # some frame of it may be pinned
     unframed: int = field(init=False)  # rows that still need a frame
     remaining: int = field(init=False)  # rows that are not done
+    asked: bool = False  # dirty frames were ordered to be written for it
+    waits: bool = False  # it takes no frames until they are
 
     def __post_init__(self) -> None:
         self.frames = np.empty(0, np.int32)
@@ -51,7 +53,7 @@ class Piece:
     def forget_frames(self) -> None:
         """Be known again: none of its rows has a frame that it pins."""
         self.frames = np.empty(0, np.int32)
-        self.held = False
+        self.held = self.asked = self.waits = False
         self.unframed = self.remaining = len(self.rows)
 
     def take_over(self, other: Piece) -> bool:

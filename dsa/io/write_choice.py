@@ -27,6 +27,11 @@ class Need:
     idle: bool = False
 
 
+def any_ordered(tables: Sequence[Table]) -> bool:
+    """Whether a batch ahead waits for writes that nobody has begun."""
+    return any(table.arena.ordered(table.arena_table) for table in tables)
+
+
 def any_due(tables: Sequence[Table], need: Need) -> bool:
     """Whether frames of any table are to be written now."""
     return any(_due(table, need) for table in tables)
@@ -63,7 +68,7 @@ def _due(table: Table, need: Need) -> bool:
     left = _idle_dirty(table)
     if left <= 0:
         return False
-    if need.frames_wanted > sum(arena.writing):
+    if need.frames_wanted > sum(arena.writing) or arena.ordered(number):
         return True
     if need.dirty_share is not None:
         return sum(arena.dirty) > need.dirty_share * arena.n_frames

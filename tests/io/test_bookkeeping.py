@@ -374,6 +374,74 @@ def test_after_a_checkpoint_rows_that_were_updated_and_go_first_are_written_alth
     assert set(world.writes[0].job.rows.tolist()) <= set(range(100, 106))
 
 
+def in_a_tight_cache() -> Walk:
+    """Twelve frames: six clean, of rows that every step touches, and six dirty, of rows that one step touched."""
+    world = Walk((60,), (12, 1), dirty_share=None, held_batches=1, rows_per_fill=99, known_batches=20, known_rows=300)
+    for _ in range(3):
+        update(world, {0: range(6)})
+    write_all(world)
+    update(world, {0: range(20, 26)})
+    return world
+
+
+def test_a_batch_ahead_waits_for_the_writes_it_has_ordered_and_takes_those_frames() -> None:
+    world = in_a_tight_cache()
+    world.announce(Kind.AHEAD, {0: list(range(30, 36))})
+    assert not world.next_fill()
+    assert world.books.frames_wanted == 0
+    assert world.books.writes_wanted
+    assert world.next_write()
+    assert world.next_write()
+    assert not world.books.writes_wanted
+    assert not world.next_write()
+    for write in list(world.writes):
+        assert not world.next_fill()
+        assert not world.books.bring_roused()  # not before the last of them has ended
+        assert set(write.job.rows.tolist()) <= set(range(20, 26))
+        while write in world.writes:
+            world.write_moves(0)
+    assert world.next_fill()
+    assert set(world.books.arenas[0].row_of.tolist()) == {*range(6), *range(30, 36)}
+
+
+def test_a_batch_whose_turn_comes_waits_for_nothing_that_it_ordered() -> None:
+    world = in_a_tight_cache()
+    ticket = world.announce(Kind.AHEAD, {0: list(range(30, 36))})
+    assert not world.next_fill()
+    world.hand_out(ticket)  # with that the walk sees to it that somebody is told
+    world.next_fill()
+    assert len(world.fills) == 1
+    assert len(world.fills[0].rows) == 6
+    world.settle()
+    run_step(world, list(range(30, 36)))
+
+
+def test_a_batch_orders_once_and_then_takes_what_there_is() -> None:
+    world = in_a_tight_cache()
+    world.announce(Kind.AHEAD, {0: list(range(30, 36))})
+    assert not world.next_fill()
+    assert world.next_write()
+    update(world, {0: range(20, 26)})  # in use again: what is being written is dirty all the same, the rest not ordered
+    assert not world.next_fill()
+    while world.writes:
+        world.write_moves(0)
+    assert world.books.dirty_frames() == 6
+    world.next_write()  # finds that what was ordered has been touched
+    while world.writes:
+        world.write_moves(0)
+    assert world.next_fill()
+
+
+def test_without_announcements_frames_are_kept_ready_again() -> None:
+    world = in_a_tight_cache()
+    ticket = world.announce(Kind.AHEAD, {0: list(range(30, 36))})
+    assert not world.next_fill()
+    world.end(ticket)
+    update(world, {0: range(40, 46)})  # takes the six clean ones
+    assert world.books.dirty_frames() == 12
+    assert world.next_write()
+
+
 def test_without_a_share_nothing_is_written_where_every_row_has_a_frame() -> None:
     world = Walk((12,), (12, 1), dirty_share=None)
     for _ in range(3):

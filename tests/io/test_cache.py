@@ -337,3 +337,106 @@ def test_what_is_being_written_is_as_good_as_clean() -> None:
     arena.brings(0, 5)
     arena.look(0, 4)
     assert arena.overdue(0) == 4
+
+
+def tight(n_often: int = 8, n_once: int = 8) -> Arena:
+    """A full arena: clean rows that are touched often, and dirty ones, from 20 on, that were touched once."""
+    arena = Arena(np.zeros((n_often + n_once, 16), np.uint8))
+    for n_rows in (40, 6):
+        arena.add_table(np.full(n_rows, NO_FRAME, np.int32))
+    for _ in range(3):
+        make_dirty(arena, 0, *range(n_often))
+    every = arena.collect(0, n_often, unpinned_only=False)
+    arena.written(0, every, arena.version[every])
+    make_dirty(arena, 0, *range(20, 20 + n_once))
+    return arena
+
+
+def test_a_batch_ahead_has_the_dirty_frames_written_that_it_should_take() -> None:
+    arena = tight()
+    assert arena.order(6, [4, 4])
+    written = []
+    for _ in range(2):  # six are most of two segments
+        assert arena.ordered(0)
+        assert not arena.ordered(1)
+        assert arena.waited_for()
+        written.append(arena.collect(0, 4, unpinned_only=True))
+    assert not arena.ordered(0)
+    for frames in written:
+        assert arena.waited_for()
+        arena.written(0, frames, arena.version[frames])
+    assert not arena.waited_for()
+    bring(arena, 0, *range(30, 36))
+    assert (arena.frame_of[0][:8] >= 0).all()  # none of those that are touched often had to go
+    assert int((arena.frame_of[0][20:28] >= 0).sum()) == 2
+
+
+@pytest.mark.parametrize(
+    ("needed", "slots", "why"),
+    [
+        (1, 1, "it needs little of what nobody pins"),
+        (6, 33, "it needs little of a segment"),
+        (16, 4, "most of what it should take is clean"),
+    ],
+)
+def test_nothing_is_ordered_where_that_is_not_worth_a_wait(needed: int, slots: int, why: str) -> None:
+    arena = tight(8, 8) if needed < 16 else tight(33, 3)
+    assert not arena.order(needed, [slots, slots]), why
+    assert not arena.waited_for()
+    assert not arena.ordered(0)
+
+
+def test_nothing_is_ordered_before_every_frame_was_used() -> None:
+    arena = Arena(np.zeros((9, 16), np.uint8))
+    arena.add_table(np.full(40, NO_FRAME, np.int32))
+    make_dirty(arena, 0, *range(8))
+    assert not arena.order(6, [4])
+    make_dirty(arena, 0, 8)
+    assert arena.order(6, [4])
+
+
+def test_of_a_small_table_nothing_is_ordered_beside_a_large_one() -> None:
+    arena = Arena(np.zeros((20, 16), np.uint8))
+    for n_rows in (40, 6):
+        arena.add_table(np.full(n_rows, NO_FRAME, np.int32))
+    make_dirty(arena, 1, 1, 2)
+    make_dirty(arena, 0, *range(18))
+    assert arena.order(20, [4, 1])
+    assert arena.ordered(0)
+    assert not arena.ordered(1)
+
+
+def test_what_was_ordered_and_is_in_use_again_is_waited_for_no_longer() -> None:
+    arena = tight()
+    assert arena.order(6, [8, 8])
+    frames = bring(arena, 0, *range(20, 28))
+    arena.lease(0, frames)
+    assert not arena.ordered(0)
+    assert not arena.waited_for()
+    arena.end_lease(frames)
+    arena.unpin(frames)
+    assert arena.ordered(0)  # whoever writes finds them touched, and takes what is coldest now
+    assert len(arena.collect(0, 8, unpinned_only=True)) == 8
+    assert not arena.ordered(0)
+
+
+def test_nothing_is_kept_ready_while_batches_ahead_order_what_they_need() -> None:
+    arena = tight()
+    arena.brings(0, 9)  # there are eight
+    assert arena.wants_writing(0, 4)
+    assert arena.order(6, [4, 4])
+    assert not arena.wants_writing(0, 4)
+    arena.look(0, 4)
+    assert arena.overdue(0) == 8  # of the order, and not of this
+    arena.keep_ready()
+    assert arena.wants_writing(0, 4)
+    assert not arena.ordered(0)
+
+
+def test_a_reset_arena_has_no_orders() -> None:
+    arena = tight()
+    assert arena.order(6, [4, 4])
+    assert len(arena.collect(0, 4, unpinned_only=True)) == 4
+    arena.reset()
+    assert not arena.ordered(0)
+    assert not arena.waited_for()
