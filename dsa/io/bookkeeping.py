@@ -35,11 +35,13 @@ class Bookkeeping:
     Args:
         window: the announced batches.
         reach: how many batches beyond the one being stepped are brought in ahead of time.
+        orders: a batch ahead may have written what it should take, and wait for that.
     """
 
     window: Window
     reach: Reach = field(default_factory=lambda: Reach(None))
     chunk_bytes: int = 4 << 20
+    orders: bool = True
     tables: list[Table] = field(default_factory=list)
     arenas: list[Arena] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
@@ -118,7 +120,7 @@ class Bookkeeping:
         return job
 
     def _hold_ahead(self) -> None:
-        """Hold batches in window order until the reach is used up, a batch cannot be held whole, or a job is due."""
+        """Hold batches in window order until the reach is used up, one cannot be held whole, or a job is due."""
         self.frames_wanted = 0
         for batch in holding.within_reach(self.window, self.reach, self.tables, self.arenas):
             for piece in batch.pieces:
@@ -130,7 +132,10 @@ class Bookkeeping:
                 return
 
     def _take(self, batch: Batch, piece: Piece) -> None:
-        """Pin what is resident, take frames for the rest as far as there are any, and queue the fills."""
+        """Pin what is resident, take frames for the rest as far as there are any, and queue the fills.
+
+        None are taken where the piece had better wait for writes.
+        """
         if piece.unframed == 0:
             return
         table = self.tables[piece.table]
@@ -147,7 +152,7 @@ class Bookkeeping:
         ahead = self.window.is_ahead(batch)
         if first and not ahead:
             arena.keep_ready()
-        piece.waits = ahead and holding.better_wait(piece, arena, self.tables)
+        piece.waits = ahead and self.orders and holding.better_wait(piece, arena, self.tables)
         if piece.waits:
             return
         taken = arena.take(table.arena_table, piece.rows, piece.frames, missing)
@@ -333,8 +338,9 @@ class Bookkeeping:
     def next_write(self, dirty_share: float | None, *, idle: bool = False) -> WriteJob | None:
         """A segment's worth of dirty frames, if it is time to write; where all is `idle`, any whole segment.
 
-        It is time when frames are wanted, when a checkpoint drains them all, and when more than the share of the cache
-        is dirty. Without one (None) it is time when there are whole segments of them, and few others to give up.
+        It is time when frames are wanted, when a checkpoint drains them all, when a batch ahead has ordered some, and
+        when more than the share of the cache is dirty. Without one (None) it is time when there are whole segments of
+        them, and few others to give up.
         """
         job = None if self.frozen else self._next_write(self._need(dirty_share, idle))
         self.writing_rests = job is None

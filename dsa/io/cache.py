@@ -23,8 +23,8 @@ DONE_FRAME = -2
 RECENT = 32  # a flag beside those of eviction.py: leased since write-behind's hand last passed, or chose it
 _FADE = 4  # a batch that needs fewer frames than those before takes a quarter off
 _SMALL_PART = 4  # of what a batch brings in
-_TIGHT = 16  # a batch that lacks more than this part of the frames that nobody pins is choosy
-_MUCH = 4  # more than this part of it
+_TIGHT = 8  # a batch that lacks more than this part of the frames that nobody pins is choosy,
+_MUCH = 4  # where more than this part of those that it should take are dirty
 _LEAST_COLD = 512  # the policy looks through as many frames for these as for fewer
 FRAME_OVERHEAD_BYTES = 40  # the bookkeeping of a frame, counted against the cache's bytes
 
@@ -62,7 +62,7 @@ class Arena:
         self._since: list[int] = []  # per table: rows brought in since such frames were looked for
         self._cold: list[Frames] = []  # per table: frames that write-behind is to take next, while they stay as cold
         self._to_order = False  # batches ahead have what they need written, so that none is kept ready
-        self._ordered: Frames = np.empty(0, np.int32)  # for the last of them
+        self._ordered: Frames = np.empty(0, np.int32)  # what the last of them has
 
     def add_table(self, frame_of: Frames) -> int:
         """Let a table use the arena; `frame_of` int32 [n_rows], all NO_FRAME. The table's number in the arena."""
@@ -93,7 +93,8 @@ class Arena:
         """Whether a segment of the table's dirty frames should be written for the frames' sake (or may be: `look`).
 
         A batch's worth of frames that can be given up, or soon can, is enough, where these are the ones that should be.
-        So a dirty row that is not about to go is left alone, and what is updated often is written seldom.
+        So a dirty row that is not about to go is left alone, and what is updated often is written seldom. While batches
+        ahead order what they need, nothing is kept ready.
         """
         if self._on_order():
             return False
@@ -105,35 +106,37 @@ class Arena:
     def order(self, needed: int, segment_rows: Sequence[int]) -> bool:
         """Have dirty frames written that a batch ahead should take rather than clean ones; whether it should wait.
 
-        In a cache of a few batches these are rows of the steps just gone. They would hardly ever be taken where as many
-        clean frames as a batch needs are kept ready: a batch held would cost the hits of two.
+        In a cache of a few batches these are rows of the steps just gone. Were as many clean frames as a batch needs
+        kept ready, such rows would hardly ever go: a batch held would cost the hits of two.
 
         Args:
             needed: frames that the batch lacks.
-            segment_rows: of each table. Whole segments are ordered, where much of one is needed.
+            segment_rows: of each table. Whole segments are ordered, so only where much of one is needed.
         """
         if not self._tight(needed):
             return False
-        self._to_order = True
         cold = self.policy.coldest(needed, self.flags, self.pins)
-        dirty = np.bincount(self.table_of[cold[self.flags[cold] & DIRTY > 0]], minlength=len(segment_rows))
+        late = cold[self.flags[cold] & (DIRTY | WRITING) == DIRTY]
         found = []
-        for table, (number, rows) in enumerate(zip(dirty.tolist(), segment_rows, strict=True)):
-            if number * _MUCH > max(needed, rows):
-                count = max(round(number / rows), 1) * rows
-                chosen = self.policy.cold_dirty(count, self.flags, self.pins, self.table_of, table)
-                frame_passes.clear(chosen, self.flags, RECENT)
-                self._overdue[table] = chosen
-                found.append(chosen)
+        if len(late) * _MUCH > needed:
+            counts = np.bincount(self.table_of[late], minlength=len(segment_rows)).tolist()
+            for table, (count, rows) in enumerate(zip(counts, segment_rows, strict=True)):
+                if count * _MUCH > max(len(late), rows):
+                    whole = max(round(count / rows), 1) * rows
+                    chosen = self.policy.cold_dirty(whole, self.flags, self.pins, self.table_of, table)
+                    frame_passes.clear(chosen, self.flags, RECENT)
+                    self._overdue[table] = chosen
+                    found.append(chosen)
+        self._to_order = bool(found)
         self._ordered = np.concatenate([self._ordered[:0], *found])
-        return bool(found)
+        return self._to_order
 
     def ordered(self, table: int) -> bool:
-        """Whether frames of the table were ordered that no write has taken, though it could."""
+        """Whether the table has frames to be written for a batch that waits, and a write that began would take some."""
         return self._to_order and self.overdue(table) > 0 and self.idle_dirty[table] > self.writing[table]
 
     def waited_for(self) -> bool:
-        """Whether what was ordered last is being written, or is about to be."""
+        """Whether frames that were ordered last are being written, or about to be."""
         if any(self.ordered(table) for table in range(len(self.frame_of))):
             return True
         return bool(frame_passes.any_flag(self._ordered, self.flags, WRITING))
@@ -159,7 +162,7 @@ class Arena:
 
         There may be when half as many rows have come in, for these are often the first that should go again. Were they
         left dirty as long as there are clean frames, rows that are of use would be given up instead: after a
-        checkpoint, which leaves all frames clean, a whole cache of them.
+        checkpoint, which leaves all frames clean, a whole cache of them. Not while batches ahead order what they need.
         """
         if self._on_order() or not self._may_be_overdue(table, segment_rows):
             return

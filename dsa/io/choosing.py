@@ -15,7 +15,7 @@ NOBODY = 1 << 40
 """Beyond the key of every frame."""
 
 SEQUENCE_BITS = 0x7FFFFFFF
-"""Of a batch's number, that a frame's next use keeps."""
+"""The bits of a batch's number that a frame's next use keeps."""
 
 _STRETCH = 1 << 10  # frames looked at together where the first look was not enough
 
@@ -47,11 +47,14 @@ def _candidates(
         for frame in range(first, stop):
             candidates[found] = frame
             found += np.int64((flags[frame] & mask) == wanted) & np.int64(pins[frame] == 0)
+    elif table >= 0:
+        for frame in range(first, stop):
+            candidates[found] = frame
+            found += np.int64((flags[frame] & mask) == wanted) & np.int64(table_of[frame] == table)
     else:
         for frame in range(first, stop):
             candidates[found] = frame
-            mine = np.int64(table < 0) | np.int64(table_of[frame] == table)
-            found += np.int64((flags[frame] & mask) == wanted) & mine
+            found += np.int64((flags[frame] & mask) == wanted)
     return found
 
 
@@ -81,13 +84,14 @@ def choose(
     The key of a frame: its byte (0 to 255) where no known batch is due; else 256 and more, least for the latest due.
     """
     n_frames = len(flags)
+    look = min(max(look, count), n_frames)
     candidates = np.empty(look + 1, np.int32)
     state = (flags, mask, wanted, pins, table_of, table)
     found = _candidates(hand, min(hand + look, n_frames), *state, 0, candidates)
     found = _candidates(0, hand + look - n_frames, *state, found, candidates)
     frame = (hand + look) % n_frames
     seen = look
-    while seen < n_frames and found < count:  # then count is less than look
+    while seen < n_frames and found < count:
         stop = min(frame + min(_STRETCH, n_frames - seen), n_frames, frame + look - found)
         found = _candidates(frame, stop, *state, found, candidates)
         seen += stop - frame

@@ -40,7 +40,8 @@ def may_bring(window: Window, reach: Reach, tables: Sequence[Table], arenas: Seq
 def better_wait(piece: Piece, arena: Arena, tables: Sequence[Table]) -> bool:
     """Whether a piece of a batch ahead, which lacks frames, is to take none yet: it waits for what it has ordered.
 
-    It orders once: so it waits for no writes but these, and what it cannot have then it takes elsewhere.
+    It waits for one order: what it cannot have then it takes elsewhere. So it is no link in a circle (rule 9): writes
+    wait for nobody, and a batch whose turn has come is not ahead any more.
     """
     if piece.asked:
         return arena.waited_for()

@@ -64,7 +64,10 @@ class Pipeline:
         self.backend = WatchedBackend(backend, config.stall_timeout_s)
         self.config = config
         self.books = Bookkeeping(
-            Window(config.known_batches, config.known_rows), Reach(config.held_batches), config.read_chunk_bytes
+            Window(config.known_batches, config.known_rows),
+            Reach(config.held_batches),
+            config.read_chunk_bytes,
+            orders=config.dirty_share is None,
         )
         # Each asks for the other: the lock is the access's, and what it latches is kept under that lock.
         self.access = Access(self.books, lambda error: self.latch.note_locked(error))

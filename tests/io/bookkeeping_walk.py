@@ -97,7 +97,8 @@ class Walk:
         rows_per_fill: int = 2,
     ) -> None:
         self.window = Window(known_batches, known_rows)
-        self.books = Bookkeeping(self.window, Reach(held_batches), rows_per_fill * RECORD_BYTES)
+        reach, orders = Reach(held_batches), dirty_share is None
+        self.books = Bookkeeping(self.window, reach, rows_per_fill * RECORD_BYTES, orders)
         self.known_rows, self.known_batches, self.dirty_share = known_rows, known_batches, dirty_share
         arenas = [Arena(np.zeros((n, RECORD_BYTES), np.uint8)) for n in n_frames]
         record = RecordLayout(4, "float32")
@@ -158,8 +159,8 @@ class Walk:
             expect(not self.next_write(), "there was something to write, and nobody was told")
 
     def _settled(self) -> None:
-        # Whoever has brought or written something wakes both tasks.
-        self.books.bringing_rests = self.books.writing_rests = False
+        # Whoever has brought or written something tells the tasks of it, where they would find something to do.
+        self.move_on()
 
     def end(self, ticket: int) -> None:
         self.say("end", ticket)

@@ -374,9 +374,10 @@ def test_after_a_checkpoint_rows_that_were_updated_and_go_first_are_written_alth
     assert set(world.writes[0].job.rows.tolist()) <= set(range(100, 106))
 
 
-def in_a_tight_cache() -> Walk:
+def in_a_tight_cache(dirty_share: float | None = None) -> Walk:
     """Twelve frames: six clean, of rows that every step touches, and six dirty, of rows that one step touched."""
-    world = Walk((60,), (12, 1), dirty_share=None, held_batches=1, rows_per_fill=99, known_batches=20, known_rows=300)
+    size = {"rows_per_fill": 99, "known_batches": 20, "known_rows": 300}
+    world = Walk((60,), (12, 1), dirty_share=dirty_share, held_batches=1, **size)
     for _ in range(3):
         update(world, {0: range(6)})
     write_all(world)
@@ -430,6 +431,13 @@ def test_a_batch_orders_once_and_then_takes_what_there_is() -> None:
     while world.writes:
         world.write_moves(0)
     assert world.next_fill()
+
+
+def test_nothing_is_ordered_where_a_share_says_what_is_written() -> None:
+    world = in_a_tight_cache(dirty_share=1.0)
+    world.announce(Kind.AHEAD, {0: list(range(30, 36))})
+    assert world.next_fill()
+    assert not world.next_write()
 
 
 def test_without_announcements_frames_are_kept_ready_again() -> None:

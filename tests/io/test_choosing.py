@@ -40,18 +40,19 @@ def test_the_best_frames_come_in_order_and_the_hand_stops_where_there_are_enough
     due = random.integers(95, 112, n_frames).astype(np.int32)
     due[random.random(n_frames) < 0.3] = -1
     hand = int(random.integers(0, n_frames))
-    look = max(int(looks * n_frames), min(n_frames, count))  # never less than are wanted, while there are as many
+    look = int(looks * n_frames)
 
     free, frame, seen = [], hand, 0
-    while seen < n_frames and (seen < look or len(free) < count):
+    while seen < n_frames and (seen < max(look, count) or len(free) < count):
         pinned = with_pins and pins[frame] > 0
         if flags[frame] & 3 == 1 and not pinned and table in (-1, table_of[frame]):
             free.append(frame)
         frame, seen = (frame + 1) % n_frames, seen + 1
     ranked = sorted(free, key=lambda one: key_of(int(code[one]), int(due[one]), 100, span))
 
-    nobody = np.zeros(0, np.int32)
-    args = (flags, 3, 1, pins if with_pins else nobody, table_of, table, code, due, 100, span)
+    nobody, anywhere = np.zeros(0, np.int32), np.zeros(0, np.int16)
+    tables = table_of if table >= 0 else anywhere
+    args = (flags, 3, 1, pins if with_pins else nobody, tables, table, code, due, 100, span)
     chosen, at, last = choose(count, look, hand, *args)
     assert chosen.tolist() == ranked[:count]  # equal ones in the order in which they were met
     assert at == frame
