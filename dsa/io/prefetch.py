@@ -22,14 +22,14 @@ class Prefetch:
         self,
         access: Access,
         log: RowLog,
-        frames_wanted: Callable[[], None],
+        writes_wanted: Callable[[], None],
         latch: Callable[[BaseException], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.wanted = asyncio.Event()
         self._access = access
         self._log = log
-        self._frames_wanted = frames_wanted
+        self._writes_wanted = writes_wanted
         self._latch = latch
         self._running: set[asyncio.Task[None]] = set()
         self._full = False  # what there is to begin was not asked for, since enough was running
@@ -49,9 +49,9 @@ class Prefetch:
             self.wanted.clear()
             self._full = True
             while len(self._running) < JOBS_IN_FLIGHT:
-                job, short = self._next()
-                if short:
-                    self._frames_wanted()
+                job, to_write = self._next()
+                if to_write:
+                    self._writes_wanted()
                 if job is None:
                     self._full = False
                     break

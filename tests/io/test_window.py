@@ -152,8 +152,11 @@ def test_a_piece_knows_what_is_left_of_it() -> None:
     piece.finish(np.array([1]))
     assert piece.frames.tolist() == [8, DONE_FRAME, NO_FRAME]
     assert piece.remaining == 2
+    piece.asked = piece.waits = True
     piece.forget_frames()
     assert (piece.held, piece.unframed, piece.remaining, len(piece.frames)) == (False, 3, 3, 0)
+    assert not piece.asked  # held once more, it may order once more
+    assert not piece.waits
 
 
 def test_tables_without_rows_are_no_part_of_a_batch() -> None:
