@@ -445,7 +445,9 @@ def test_without_announcements_frames_are_kept_ready_again() -> None:
     ticket = world.announce(Kind.AHEAD, {0: list(range(30, 36))})
     assert not world.next_fill()
     world.end(ticket)
+    assert world.books.writes_wanted
     update(world, {0: range(40, 46)})  # takes the six clean ones
+    assert not world.books.writes_wanted  # what was ordered is no order any more
     assert world.books.dirty_frames() == 12
     assert world.next_write()
 

@@ -340,15 +340,15 @@ def test_what_is_being_written_is_as_good_as_clean() -> None:
 
 
 def tight(n_often: int = 8, n_once: int = 8) -> Arena:
-    """A full arena: clean rows that are touched often, and dirty ones, from 20 on, that were touched once."""
+    """A full arena: clean rows that are touched often, and dirty ones, from 40 on, that were touched once."""
     arena = Arena(np.zeros((n_often + n_once, 16), np.uint8))
-    for n_rows in (40, 6):
+    for n_rows in (80, 6):
         arena.add_table(np.full(n_rows, NO_FRAME, np.int32))
     for _ in range(3):
         make_dirty(arena, 0, *range(n_often))
     every = arena.collect(0, n_often, unpinned_only=False)
     arena.written(0, every, arena.version[every])
-    make_dirty(arena, 0, *range(20, 20 + n_once))
+    make_dirty(arena, 0, *range(40, 40 + n_once))
     return arena
 
 
@@ -366,9 +366,9 @@ def test_a_batch_ahead_has_the_dirty_frames_written_that_it_should_take() -> Non
         assert arena.waited_for()
         arena.written(0, frames, arena.version[frames])
     assert not arena.waited_for()
-    bring(arena, 0, *range(30, 36))
+    bring(arena, 0, *range(70, 76))
     assert (arena.frame_of[0][:8] >= 0).all()  # none of those that are touched often had to go
-    assert int((arena.frame_of[0][20:28] >= 0).sum()) == 2
+    assert int((arena.frame_of[0][40:48] >= 0).sum()) == 2
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_of_a_small_table_nothing_is_ordered_beside_a_large_one() -> None:
 def test_what_was_ordered_and_is_in_use_again_is_waited_for_no_longer() -> None:
     arena = tight()
     assert arena.order(6, [8, 8])
-    frames = bring(arena, 0, *range(20, 28))
+    frames = bring(arena, 0, *range(40, 48))
     arena.lease(0, frames)
     assert not arena.ordered(0)
     assert not arena.waited_for()
@@ -418,6 +418,13 @@ def test_what_was_ordered_and_is_in_use_again_is_waited_for_no_longer() -> None:
     assert arena.ordered(0)  # whoever writes finds them touched, and takes what is coldest now
     assert len(arena.collect(0, 8, unpinned_only=True)) == 8
     assert not arena.ordered(0)
+
+
+def test_what_is_being_written_is_not_ordered_again() -> None:
+    arena = tight(8, 16)
+    assert len(arena.collect(0, 4, unpinned_only=True)) == 4
+    assert arena.order(8, [4, 4])  # four of the eight are on their way
+    assert arena.overdue(0) == 4
 
 
 def test_nothing_is_kept_ready_while_batches_ahead_order_what_they_need() -> None:
