@@ -35,8 +35,7 @@ def _candidates(
 ) -> int:
     """Append the frames `first` to `stop` that qualify for `choose` to the `found` candidates; how many there are then.
 
-    No branch depends on a frame: which ones qualify cannot be predicted, and a wrong guess costs more than the rest.
-    `candidates` has room for one more than ever qualify.
+    `candidates` has room for one more: every frame is put there, and one that does not qualify is overwritten.
     """
     if len(pins) > 0 and table >= 0:
         for frame in range(first, stop):

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from dsa.errors import UsageError
 from dsa.io.ageing import Ageing
-from dsa.io.choosing import NOBODY as NOBODY
-from dsa.io.choosing import SEQUENCE_BITS, choose
+from dsa.io.choosing import NOBODY, SEQUENCE_BITS, choose
 from dsa.io.compile import kernel
 from dsa.io.foresight import Foresight
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from numpy.typing import NDArray
 
 from dsa.errors import UsageError
-from dsa.io.eviction import BARRED, DIRTY, FILLING, FREE, LEASED, NOBODY, WRITING, Policy
+from dsa.io.choosing import NOBODY
+from dsa.io.eviction import BARRED, DIRTY, FILLING, FREE, LEASED, WRITING, Policy
 
 NONE = np.int32(-1)
 
