@@ -50,6 +50,7 @@ class Arena:
         self.table_of[:] = -1
         self.flags[:] = FREE
         self.pinned = 0  # frames with a pin
+        self._n_filling = 0  # frames that wait for their bytes
         self.policy = Policy(n_frames)
         self.frame_of: list[Frames] = []  # per table of the arena: row -> frame
         self.dirty: list[int] = []  # per table: frames that hold what the log does not
@@ -204,17 +205,19 @@ class Arena:
         state = (self.frame_of[table], self.row_of, self.table_of, self.pins, self.flags)
         n = frame_passes.assign(rows, frames, victims, table, *state, taken)
         self.pinned += int(n)
+        self._n_filling += int(n)
         if n:
             self.policy.filled(table, rows[taken], victims)
         return taken
 
     def filled(self, frames: Frames) -> None:
-        """The frames' bytes are there."""
+        """The frames' bytes are there: each frame that `take` gave, once."""
+        self._n_filling -= len(frames)
         frame_passes.clear(frames, self.flags, FILLING)
 
     def filling(self, frames: Frames) -> bool:
         """Whether any of the frames still waits for its bytes."""
-        return bool(frame_passes.any_flag(frames, self.flags, FILLING))
+        return self._n_filling > 0 and bool(frame_passes.any_flag(frames, self.flags, FILLING))
 
     def lease(self, table: int, frames: Frames) -> None:
         """Give the frames (pinned, filled) to one step: versions rise, they count as dirty from now on (rule 2)."""
@@ -285,7 +288,7 @@ class Arena:
         self.row_of[:] = -1
         self.table_of[:] = -1
         self.pins[:] = 0
-        self.pinned = 0
+        self.pinned = self._n_filling = 0
         self.flags[:] = FREE
         self.dirty = [0] * len(self.frame_of)
         self.idle_dirty[:] = 0

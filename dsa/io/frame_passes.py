@@ -1,4 +1,8 @@
-"""Loops over frames: what an arena keeps about each frame, and the compiled passes over it. Pure."""
+"""Loops over frames: what an arena keeps about each frame, and the compiled passes over it. Pure.
+
+Frames lie in no order, and the processor cannot guess the next one: the passes of a step ask for its books, and for a
+row's place, some frames ahead of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
+from dsa.io.native import prefetch
 
 # What a step asks of a frame is side by side: frames lie in no order, so each field elsewhere is another cache line.
 BOOKS = np.dtype(
@@ -17,8 +22,18 @@ BOOKS = np.dtype(
     }
 )
 
+BOOKS_BYTES = BOOKS.itemsize
+
 Rows = NDArray[np.int64]
 Frames = NDArray[np.int32]
+
+_AHEAD = 32  # frames whose books are on their way at once
+
+
+@kernel
+def _ask_for_books(books: int, frame: int) -> None:
+    """Have a frame's books brought near; `books`: the address of those of frame 0. A negative number does no harm."""
+    prefetch(books + np.int64(frame) * BOOKS_BYTES)
 
 
 @kernel
@@ -33,7 +48,13 @@ def pin_resident(
 ) -> tuple[int, int]:
     """Pin each row that has a frame and has none in `frames` yet; how many are still without, how many first pins."""
     missing, fresh, dirty = 0, 0, 0
-    for i in range(len(rows)):
+    places, books = frame_of.ctypes.data, pins.ctypes.data
+    count = len(rows)
+    for i in range(count):
+        if i + 2 * _AHEAD < count:
+            prefetch(places + rows[i + 2 * _AHEAD] * frame_of.itemsize)
+        if i + _AHEAD < count:
+            _ask_for_books(books, frame_of[rows[i + _AHEAD]])
         if frames[i] == -1:
             frame = frame_of[rows[i]]
             if frame >= 0:
@@ -91,7 +112,10 @@ def release(
     """Take one pin and the flags `ended` off each frame (negative numbers: none there); the number of frames that none
     pins any more."""
     idle = 0
+    books = pins.ctypes.data
     for i in range(len(frames)):
+        if i + _AHEAD < len(frames):
+            _ask_for_books(books, frames[i + _AHEAD])
         frame = frames[i]
         if frame >= 0:
             flags[frame] &= ~np.uint8(ended)
@@ -116,7 +140,10 @@ def any_flag(frames: Frames, flags: NDArray[np.uint8], mask: int) -> bool:
 def lease(frames: Frames, flags: NDArray[np.uint8], version: NDArray[np.uint32]) -> int:
     """Raise versions, mark dirty and leased; the number of frames that were clean."""
     fresh = 0
+    books = version.ctypes.data
     for i in range(len(frames)):
+        if i + _AHEAD < len(frames):
+            _ask_for_books(books, frames[i + _AHEAD])
         frame = frames[i]
         fresh += not flags[frame] & 1
         flags[frame] |= 1 | 8 | 32  # DIRTY | LEASED | RECENT

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.io.compile import kernel
-from dsa.optim.native import at_address, call_on_array, carray, claim, prefetch
+from dsa.io.native import at_address, call_on_array, carray, claim, prefetch
 from dsa.optim.workers import PART_ELEMENTS, Region, region
 
 # What each cell holds: addresses (of the block's first row; of weights and moments: of the whole), sizes in items.

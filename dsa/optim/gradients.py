@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import UsageError
+from dsa.io.native import address_of_own
 from dsa.optim import fused, workers
-from dsa.optim.native import address_of_own
 from dsa.optim.sorting import Sorted, sort
 
 

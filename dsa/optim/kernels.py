@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import ConfigError
+from dsa.io.native import address_of, address_of_own
 from dsa.optim import fused, roots, workers
 from dsa.optim.gradients import SparseGradient
-from dsa.optim.native import address_of, address_of_own
 
 SCRATCH_BYTES = 16 << 20  # for the roots that torch takes, or for gathered weights
 _HALVES = (torch.bfloat16, torch.float16)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsa.io.native import address_of_own, at_address, carray
 from dsa.optim import workers
-from dsa.optim.native import address_of_own, at_address, carray
 
 # The cells of the region: look-ups in order, how many, where runs begin and their rows, how many of these.
 _ORDERED, _COUNT, _STARTS, _ROWS, _FOUND, _CELLS = range(6)

@@ -24,7 +24,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from dsa.io.compile import callback
-from dsa.optim.native import address_of_own
+from dsa.io.native import address_of_own
 
 PART_ELEMENTS = 1 << 13  # numbers in one claimed part of the rows
 PARALLEL_ELEMENTS = 1 << 16  # fewer than these do not pay for a second core

@@ -65,6 +65,58 @@ def test_new_rows_take_fresh_frames_pinned_and_filling(arena: Arena) -> None:
     assert not (arena.flags & FILLING).any()
 
 
+def test_frames_wait_for_their_bytes_each_until_its_own_have_come(arena: Arena) -> None:
+    first, second = frames_for(array(1, 5)), frames_for(array(2))
+    arena.take(0, array(1, 5), first, 2)
+    arena.take(0, array(2), second, 1)
+    arena.filled(first[:1])
+    assert arena.filling(first)
+    assert arena.filling(second)
+    arena.filled(second)
+    assert not arena.filling(second)
+    assert arena.filling(first)
+    arena.filled(first[1:])
+    assert not arena.filling(first)
+    arena.unpin(first)
+    arena.unpin(second)
+    arena.take(0, array(3), frames_for(array(3)), 1)
+    arena.reset()
+    rows = frames_for(array(3))
+    arena.take(0, array(3), rows, 1)
+    arena.filled(rows)
+    assert not arena.filling(rows)
+    arena.take(0, array(4), again := frames_for(array(4)), 1)
+    assert arena.filling(again)
+
+
+def test_passes_that_ask_ahead_find_the_same_however_many_frames_there_are() -> None:
+    """The last rows of a pass have none ahead of them, and a row without a frame has no books to ask for."""
+    random = np.random.default_rng(4)
+    for n_rows in (1, 2, 31, 32, 33, 63, 64, 65, 66, 300):
+        made = Arena(np.zeros((n_rows + 7, 16), np.uint8))
+        made.add_table(np.full(400, NO_FRAME, np.int32))
+        rows = np.sort(random.choice(400, n_rows, replace=False))
+        some = rows[random.random(n_rows) < 0.7]
+        bring(made, 0, *some.tolist())
+        frames = frames_for(rows)
+        assert made.pin_resident(0, rows, frames) == n_rows - len(some)
+        there = np.isin(rows, some)
+        assert frames.tolist() == np.where(there, made.frame_of[0][rows], NO_FRAME).tolist()
+        assert (made.pins[frames[there]] == 2).all()
+        before = made.version.copy()
+        made.lease(0, frames[there])
+        assert (made.version[frames[there]] == before[frames[there]] + 1).all()
+        assert int((made.version - before).sum()) == made.dirty[0] == len(some)
+        assert (made.flags[frames[there]] == DIRTY | LEASED | RECENT).all()
+        made.end_step(frames)  # with numbers that are none
+        assert (made.pins[frames[there]] == 1).all()
+        made.unpin(frames)
+        assert not made.pins.any()
+        assert made.pinned == 0
+        assert int(made.idle_dirty[0]) == len(some)
+        assert not (made.flags & LEASED).any()
+
+
 def test_pins_add_up_over_holders(arena: Arena) -> None:
     first = bring(arena, 0, 1, 2)
     second = bring(arena, 0, 2, 3)
