@@ -1,4 +1,7 @@
-"""The command `dsa`: each command is a module of `dsa.commands`; an error of DSA is one line and exit code 1."""
+"""The command `dsa`: each command is a module of `dsa.commands`; an error of DSA is one line on stderr.
+
+The exit code is 1 where a state is damaged, else 2, and of `probe` 1; `--json` has an object with the error on stdout.
+"""
 
 from __future__ import annotations
 

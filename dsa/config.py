@@ -40,18 +40,21 @@ class IOConfig:
     """How DSA talks to the disk; every default is right for a local NVMe or SATA disk.
 
     Args:
-        queue_depth: requests in flight at once, reads and writes each (for the `threads` backend: I/O threads).
-        segment_bytes: size of a segment of the log; None: chosen by the table's size, at most 4 MiB.
+        queue_depth: requests in flight at once: with the `uring` backend in each of its rings (three for reads, two for
+            writes); with `threads` the number of its I/O threads, at most 32; with `aiofiles` as well, at most 16.
+        segment_bytes: size of a segment of the log; None: chosen by the sizes of table and cache, at most 4 MiB. It
+            grows where not even one record fits.
         merge_gap_bytes: two records are read in one request when at most this much lies between them.
         max_request_bytes: a longer extent is split.
         read_chunk_bytes: records travel from disk to frames in pieces of about this size.
         known_batches, known_rows: batches, and rows in all of them together, that the window remembers; more
             announcements are forgotten, youngest first. A row known costs 23 bytes.
         held_batches: batches, beyond the one being stepped, whose rows are brought into frames ahead of time; None:
-            as few as hide the reads, in at most half the cache.
+            as few as hide the reads; those after the first in at most half the cache.
         dirty_share: write-behind starts when dirty frames are more than this share of the cache; None: when fewer
-            frames can be given up than a batch brings in, or a segment of dirty ones should go before them; where every
-            row has a frame, only when the disk is idle.
+            frames can be given up than a batch brings in, or a segment of dirty ones should go before them, or a batch
+            ahead orders what it should take in a small cache (with a share nothing is ordered); where every row has a
+            frame, only when the disk is idle.
         grow_tables: a parameter may have more rows than its table on disk, or than the moments in the state dict of a
             torch.optim.SparseAdam: those that were added begin with zero moments. Otherwise that is refused.
         uvloop: run the event loop on uvloop where it is installed.

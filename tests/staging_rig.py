@@ -71,13 +71,13 @@ class Staged:
             lambda phases: phases.count(Phase.READY) >= count and Phase.FILLING not in phases, hurry=hurry
         )
 
-    def await_next(self, count: int) -> None:
-        """Wait until so many batches are ready on the device; nothing is hurried where they are."""
+    def await_next(self, count: int, or_else: Callable[[], bool] = lambda: False) -> None:
+        """Wait until so many batches are ready on the device, or something else is so; nothing is hurried then."""
         staging = self.staging
         condition = staging._access.condition
         with condition:
             for _ in range(2000):
-                if staging.phases().count(Phase.READY) >= count:
+                if staging.phases().count(Phase.READY) >= count or or_else():
                     return
                 self.device.hurry()
                 condition.wait(0.01)

@@ -373,7 +373,7 @@ def test_plan_says_what_a_table_needs() -> None:
     assert found["disk_bytes"] == 2 * 3 * rows * record + 3 * 8 * rows
     assert found["sparse_adam_bytes"] == 2 * rows * 128 * 4
     assert found["written_per_day_bytes"] == int(8192 * record * 20 * 86400 * WRITE_AMPLIFICATION)
-    assert found["vram_bytes"] == 2 * 8192 * record
+    assert found["vram_bytes"] == 2 * 8192 * record * 5 // 4
     text = run("plan", "--rows", "10M", "--dim", "128").stdout
     for words in (
         "10,000,000 rows of 128 x float32",

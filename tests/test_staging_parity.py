@@ -16,10 +16,12 @@ from torch import Tensor
 
 from dsa.config import IOConfig
 from dsa.errors import ConfigError, UsageError
+from dsa.io import double_buffer
 from dsa.io.late_device import LateDevice
 from dsa.io.staging_buffer import Phase
-from dsa.optim import books, kernels, placement, staged_update
+from dsa.optim import books, kernels, placement, staged_update, work
 from dsa.optim.gradients import SparseGradient
+from dsa.optim.placement import device_of_update
 
 STEPS = 300
 pytestmark = [
@@ -268,6 +270,36 @@ def test_kernels_of_frames_are_refused_with_staging_on(
 class _Elsewhere:
     def __init__(self, kind: str) -> None:
         self.device = torch.device(kind)
+
+
+@pytest.mark.parametrize("staging", ["auto", "off"])
+def test_a_kernel_of_the_cpu_is_refused_before_a_step_where_the_parameter_has_moved(staging: str) -> None:
+    here, moved = torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(3, 2, device="meta"))
+    assert device_of_update(here, staging, "exact") is None
+    assert device_of_update(moved, staging, "auto") is None
+    with pytest.raises(ConfigError, match="kernel='exact' runs on the CPU, a parameter is on meta"):
+        device_of_update(moved, staging, "exact")
+
+
+def test_a_learning_rate_is_read_once_a_step_however_many_parts_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    hyperparameters = work._hyperparameters
+
+    def counted(group: Any, engine: Any, table: int) -> Any:
+        read.append(table)
+        return hyperparameters(group, engine, table)
+
+    monkeypatch.setattr(work, "_hyperparameters", counted)
+    monkeypatch.setattr(double_buffer, "MOST_BYTES", 200)
+    training = Staged(tmp_path, monkeypatch, 0)
+    for batch in training.batches(3):
+        training.step(batch)
+        assert sorted(read) == [0, 1]
+        read.clear()
+    assert training.staging.part_rows > 0
+    training.check()
 
 
 def test_other_accelerators_are_updated_on_the_cpu_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ class _TensorFiles(_DenseFiles):
         kind = torch.float64 if entry.moment_dtype == "float64" else torch.float32
         count = entry.n_rows * entry.width
         if count == 0:
-            return torch.zeros(entry.shape, dtype=kind)
+            return torch.zeros(entry.shape, dtype=kind, device="cpu")
         mapped = torch.from_file(str(self._path(entry, name)), shared=True, size=count, dtype=kind)
         return mapped.view(entry.shape)
 

@@ -14,7 +14,9 @@ from dsa.config import MIB
 from dsa.errors import ConfigError
 from dsa.io.cache import FRAME_OVERHEAD_BYTES
 from dsa.io.cache_budget import cache_bytes as parse_cache
+from dsa.io.double_buffer import MOST_BYTES
 from dsa.io.layout import RecordLayout, choose_segment_bytes, segment_layout
+from dsa.io.staging_buffer import block_bytes
 
 _MOMENTS = {"float32": "float32", "float64": "float64", "bfloat16": "float32", "float16": "float32"}
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -39,7 +41,8 @@ class Plan:
 
     Args:
         cache_bytes, index_bytes, ram_bytes: of RAM, beside the weights; the last is the sum, with buffers.
-        vram_bytes: beside weights on an accelerator: two staging buffers of one batch each.
+        vram_bytes: beside weights on an accelerator: two staging buffers, each for a batch and a quarter more;
+            the update takes some temporaries besides.
         live_bytes: all rows' records; disk_bytes: the most that the state directory can become.
         written_per_day_bytes: by write-behind and cleaning, at most: a row that is touched again before it was written
             costs nothing more; checkpoint_bytes: what each checkpoint writes beside the dirty rows.
@@ -117,7 +120,7 @@ def make_plan(
         cache_bytes=cache_bytes,
         index_bytes=index_bytes,
         ram_bytes=cache_bytes + rows * ROW_BYTES + FIXED_BYTES,
-        vram_bytes=2 * batch_rows * record_bytes,
+        vram_bytes=2 * block_bytes(min(batch_rows * record_bytes, MOST_BYTES)),
         live_bytes=live_bytes,
         disk_bytes=disk_bytes,
         write_amplification=WRITE_AMPLIFICATION,

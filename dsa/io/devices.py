@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +34,11 @@ class Device(Protocol):
         """Zeroed uint8 memory of the host; whether it is pinned."""
 
     def device_block(self, nbytes: int) -> Tensor:
-        """uint8 memory of the device, for use on all three streams."""
+        """uint8 memory of the device, for use on all three streams.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no more.
+        """
 
     def upload(self, array: NDArray[np.int64]) -> Tensor:
         """The array on the device, for use by the work that `run` is running; the host does not wait."""
@@ -71,8 +75,31 @@ class Device(Protocol):
         """Nothing more is issued."""
 
 
+def pinned(source: Tensor) -> Tensor:
+    """A copy of a tensor of the host in pinned memory of torch's own cache, which keeps it until what was issued from
+    it is done; the tensor itself where the system gives no such memory: copies then make the host wait."""
+    try:
+        return source.pin_memory()
+    except RuntimeError:
+        return source
+
+
+def host_memory(shape: int | Sequence[int], dtype: torch.dtype, *, pin: bool = True) -> tuple[Tensor, bool]:
+    """Zeroed memory of the host, and whether it is pinned: where it is asked for, and the system gives such a range."""
+    if pin:
+        try:
+            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True), True
+        except RuntimeError:  # copies from and to it are then synchronous, and right
+            pass
+    return torch.zeros(shape, dtype=dtype, device="cpu"), False
+
+
 class CudaDevice:
-    """A CUDA device: two streams of its own beside the user's current one; pinned host memory where it can be had."""
+    """A CUDA device: two streams of its own beside the user's current one; pinned host memory where it can be had.
+
+    Everything is issued with the device as the current one: the end of `torch.cuda.stream` makes the one before current
+    again, and where a thread has chosen none that is device 0, where a context would be made for nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,33 +113,30 @@ class CudaDevice:
 
     def host_block(self, nbytes: int) -> tuple[Tensor, bool]:
         """Pinned memory, or pageable where the system gives no such range."""
-        try:
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True), True
-        except RuntimeError:  # copies from and to it are then synchronous, and right
-            return torch.zeros(nbytes, dtype=torch.uint8), False
+        return host_memory(nbytes, torch.uint8)
 
     def device_block(self, nbytes: int) -> Tensor:
         """Memory of the `into` stream: what is allocated there after it is freed is used there after it."""
-        with torch.cuda.stream(self.into):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.into):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def upload(self, array: NDArray[np.int64]) -> Tensor:
-        """Through pinned memory of torch's own cache, which keeps it until the copy has been made."""
-        return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+        """Through pinned memory."""
+        return pinned(torch.from_numpy(array)).to(self._device, non_blocking=True)
 
     def run(self, stream: Stream, work: Callable[[], None]) -> None:
         """`work` is called now; its launches go to the stream."""
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.no_grad():
             work()
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         """A non-blocking copy."""
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> Event:
-        """A new event at the stream's end."""
-        event = torch.cuda.Event()
+        """A new event at the stream's end; whoever waits for it sleeps, and does not spin."""
+        event = torch.cuda.Event(blocking=True)
         event.record(stream)
         return event
 

@@ -63,7 +63,11 @@ class DoubleBuffer:
 
     def most_rows(self, table: int) -> int:
         """How many rows of a table a part of a step may have, at least one; needs no lock."""
-        return max(1, MOST_BYTES // self._books.tables[table].record.record_bytes)
+        return max(1, MOST_BYTES // self.record_bytes(table))
+
+    def record_bytes(self, table: int) -> int:
+        """Of a row of the table; needs no lock."""
+        return self._books.tables[table].record.record_bytes
 
     # From phase to phase.
 
@@ -113,6 +117,13 @@ class DoubleBuffer:
         if buffer.phase is Phase.READY:
             self.free(buffer)
 
+    def refuse(self, buffer: Buffer) -> None:
+        """The device has no memory for the buffer's batch, whose step then goes in parts; the caller has the buffer."""
+        if buffer.job is not None:
+            self.staged.refuse(buffer.job)
+        self.end_source(buffer)
+        self.free(buffer)
+
     def end_source(self, buffer: Buffer) -> None:
         """No row of the buffer is, or will be, ahead of its frame: the other one has nothing to take from it."""
         other = self.other(buffer)
@@ -121,10 +132,15 @@ class DoubleBuffer:
 
     # Copies that are issued, without the lock.
 
+    def await_copied(self, buffer: Buffer) -> None:
+        """Wait for the copy of a batch that was given up: it may not have been made yet."""
+        if buffer.copied is not None:
+            self.device.synchronize(buffer.copied)
+            buffer.copied = None
+
     def copy_in(self, buffer: Buffer, pieces: Sequence[StagedPiece]) -> None:
         """Gather the rows from their frames, which are pinned, and issue their copy to the device."""
-        if buffer.copied is not None:  # of a batch that was given up: its copy may not have been made yet
-            self.device.synchronize(buffer.copied)
+        self.await_copied(buffer)
         buffer.lay_out(self._books.tables, pieces)
         buffer.gather()
         host, block = buffer.used

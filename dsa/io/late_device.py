@@ -53,7 +53,7 @@ class _Work:
 
 
 class LateDevice:
-    """Three streams run by a thread of the device; which goes on next is drawn from `seed`.
+    """Three streams, all run by one thread of the device; which goes on next is drawn from `seed`.
 
     What is issued to the current stream has ended when `finish_step` returns, for parameters in RAM are read without a
     stream. All else is done when chance has it, or somebody who waits calls `hurry`.
@@ -84,11 +84,11 @@ class LateDevice:
 
     def host_block(self, nbytes: int) -> tuple[Tensor, bool]:
         """Plain memory, which is as good as pinned here."""
-        return torch.zeros(nbytes, dtype=torch.uint8), True
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), True
 
     def device_block(self, nbytes: int) -> Tensor:
         """Plain memory, full of what must not be read."""
-        return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+        return torch.full((nbytes,), 0xA5, dtype=torch.uint8, device="cpu")
 
     def upload(self, array: NDArray[np.int64]) -> Tensor:
         """The same memory."""

@@ -15,13 +15,13 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import PurePath
 from typing import Any, NoReturn
 
-from dsa.errors import CorruptError, FormatError, MismatchError
+from dsa.errors import CorruptError, FormatError
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 4096
@@ -322,43 +322,3 @@ def _manifest(body: Any) -> Manifest:
         if len(set(of)) < len(of) or not names.issuperset(of):
             _wrong(f"generation {generation.number}", f"of tables among {sorted(names)}, each once", of)
     return manifest
-
-
-@dataclass(frozen=True)
-class Match:
-    """Tables of the caller, in his order, as the disk describes them, and tables that only the disk has."""
-
-    entries: tuple[TableEntry, ...]
-    extra: tuple[TableEntry, ...]
-
-
-def match(wanted: Sequence[TableEntry], manifest: Manifest, path: PurePath, *, grown: bool = False) -> Match:
-    """Pair the caller's tables with those on disk, by name; shapes, dtypes and fields must agree.
-
-    The layout of the log (record, segment, file) is the disk's. With `grown` a table may have more rows than the disk
-    has of it; its entry then has the caller's shape.
-
-    Raises:
-        MismatchError: lists every difference with both values.
-    """
-    pairs, wrong = [], []
-    for ours in wanted:
-        disk = manifest.entry(ours.name)
-        if disk is None:
-            wrong.append(f"table {ours.name!r} {list(ours.shape)} is not there")
-            continue
-        larger = grown and ours.shape[1:] == disk.shape[1:] and ours.n_rows >= disk.n_rows
-        if ours.shape != disk.shape and not larger:
-            wrong.append(f"table {ours.name!r} has shape {list(disk.shape)} on disk, the parameter {list(ours.shape)}")
-        for what in ("dtype", "moment_dtype", "fields"):
-            if getattr(ours, what) != getattr(disk, what):
-                wrong.append(f"table {ours.name!r} has {what} {getattr(disk, what)} on disk, not {getattr(ours, what)}")
-        pairs.append(TableEntry(**{**vars(disk), "shape": ours.shape}))
-    if wrong:
-        there = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in manifest.tables)
-        raise MismatchError(
-            f"{path}: the tables on disk are not the model's: {'; '.join(wrong)}. On disk: {there or 'none'}. "
-            "Use the state_dir of this model, pass the same names, or choose an empty state_dir"
-        )
-    names = {ours.name for ours in wanted}
-    return Match(tuple(pairs), tuple(entry for entry in manifest.tables if entry.name not in names))

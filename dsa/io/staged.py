@@ -56,6 +56,7 @@ class StagedBatches:
         self._books = books
         self.jobs: list[StageJob] = []
         self._out: list[Lease] = []
+        self._refused = 0  # the batch that the device had no memory for
 
     def next(self, tables: frozenset[int], most_bytes: int) -> StageJob | None:
         """The first batch of the window that is not staged, if all its rows of these tables are in frames; pinned.
@@ -71,6 +72,8 @@ class StagedBatches:
             pieces = [piece for piece in batch.pieces if piece.table in tables]
             if batch.kind is Kind.HOOK or batch.sequence in staged or not pieces:
                 continue
+            if batch.sequence == self._refused:
+                return None
             return self._begin(batch, pieces, most_bytes)
         return None
 
@@ -102,6 +105,13 @@ class StagedBatches:
             job.unwanted = True
             if not job.gathering:
                 self._let_go(job)
+
+    def refuse(self, job: StageJob) -> None:
+        """The device has no memory for the batch: it is given up, and none is staged before it has ended."""
+        self._refused = job.sequence
+        if job.gathering:
+            self.gathered(job)
+        self.give_up(job)
 
     def give_back(self) -> bool:
         """A step lacks frames: give up the youngest staged batch; False where none can be given up now."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dsa.io.access import Access
@@ -161,7 +162,11 @@ class Staging:
             other = self._buffers.other(buffer)
             follower = other if other.source is buffer and other.phase is Phase.READY else None
         if follower is not None:
-            self._buffers.forward(buffer, buffer.regions, follower)
+            try:
+                self._buffers.forward(buffer, buffer.regions, follower)
+            except torch.OutOfMemoryError:
+                with self._access:
+                    self._buffers.refuse(follower)
         device.wait(out, buffer.updated)
         host, block = buffer.used
         device.copy(out, host, block)
@@ -177,17 +182,21 @@ class Staging:
     def step_part(self, piece: Piece, positions: NDArray[np.int64], update: Update) -> None:
         """Update rows that were not staged and that the step has leased."""
         most = self._buffers.most_rows(piece.table)
-        for first in range(0, len(positions), most):
-            some = positions[first : first + most]
-            rows = piece.rows[some]
+        record_bytes = self._buffers.record_bytes(piece.table)
+        while len(positions):
+            rows = piece.rows[positions[:most]]
             buffer = self._await(lambda rows=rows: self._free_for(piece.table, rows))  # type: ignore[misc]
             if buffer is None:
                 raise RuntimeError("no staging buffer")
+            if buffer.copied is not None:
+                self.device.hurry()
+            self._buffers.await_copied(buffer)
+            # No larger than the device has memory for: the step has begun, and must not fail for that.
+            rows = rows[: buffer.make_room(len(rows) * record_bytes, record_bytes) // record_bytes]
+            some, positions = positions[: len(rows)], positions[len(rows) :]
             with self._access:
                 lease = self.staged.keep(piece, some)
                 buffer.leases = [lease]
-            if buffer.copied is not None:
-                self.device.hurry()
             self._buffers.copy_in(buffer, [StagedPiece(piece.table, rows, lease.frames)])
             self._update(buffer, update)
             self.part_rows += len(rows)

@@ -85,7 +85,7 @@ class Buffer:
         self.ready: Event | None = None
         self.updated: Event | None = None
         self._device = device
-        self._host = torch.empty(0, dtype=torch.uint8)
+        self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._block = self._host
 
     @property
@@ -111,11 +111,34 @@ class Buffer:
                 end = round_up(end, _ALIGNMENT)
             regions.append(Region(table, piece.rows, piece.frames, end))
             end += regions[-1].nbytes
+        self.make_room(end)
         self.regions = tuple(regions)
-        if end > self._host.nbytes:
-            size = round_up(max(end + end // 4, _LEAST_BYTES), _ALIGNMENT)
-            self._host, self.pinned = self._device.host_block(size)
-            self._block = self._device.device_block(size)
+
+    def make_room(self, nbytes: int, least_bytes: int | None = None) -> int:
+        """Have room for so many bytes of records, where the device has no more for half as many, and so on; how much
+        there is. Nothing that was issued uses the blocks any more.
+
+        Args:
+            least_bytes: what there must be room for; None: all of it.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for that; the blocks are as they were.
+        """
+        least = nbytes if least_bytes is None else least_bytes
+        while nbytes > self._block.nbytes:
+            size = block_bytes(nbytes)
+            try:
+                block = self._device.device_block(size)
+            except torch.OutOfMemoryError:
+                if self._block.nbytes >= least:
+                    break
+                if nbytes == least:
+                    raise
+                nbytes = max(nbytes // 2, least)
+                continue
+            host, self.pinned = self._device.host_block(size)
+            self._host, self._block = host, block  # both or none
+        return self._block.nbytes
 
     def gather(self) -> None:
         """Copy the records from their frames to the host block."""
@@ -163,6 +186,11 @@ class Buffer:
                 before = (region.first_byte - first) // record.record_bytes
                 parts.append(Part(lease.table, lease.positions, lease.at + before))
         return Group(raw.view(dtype).view(count, -1), tuple(parts))
+
+
+def block_bytes(nbytes: int) -> int:
+    """The size of a block that is made for so many bytes of records: it has room for a batch somewhat larger."""
+    return round_up(max(nbytes + nbytes // 4, _LEAST_BYTES), _ALIGNMENT)
 
 
 def _kind(table: Table) -> tuple[int, str, int]:

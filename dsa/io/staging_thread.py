@@ -6,12 +6,18 @@ the copy back of what a step has updated has been made, it scatters the records 
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from dsa.io.access import Access
 from dsa.io.double_buffer import DoubleBuffer
-from dsa.io.staging_buffer import Buffer, Phase
+from dsa.io.staged import StageJob
+from dsa.io.staging_buffer import Buffer, Phase, Region
+
+_log = logging.getLogger("dsa")
 
 
 class StagingThread:
@@ -74,11 +80,19 @@ class StagingThread:
         return False
 
     def _fill(self, buffer: Buffer) -> None:
-        """FILLING -> READY, or FREE where the batch was given up meanwhile."""
+        """FILLING -> READY, or FREE where the batch was given up meanwhile, or the device has no memory for it."""
         job, source = buffer.job, buffer.source
         if job is None:
             raise RuntimeError("a buffer is filled for a batch")
         before = source.regions if source is not None else ()
+        try:
+            self._stage(buffer, job, source, before)
+        except torch.OutOfMemoryError as error:
+            _log.info("a batch is not staged ahead, its step goes in parts: %s", error)
+            with self._access:
+                self._buffers.refuse(buffer)
+
+    def _stage(self, buffer: Buffer, job: StageJob, source: Buffer | None, before: Sequence[Region]) -> None:
         self._buffers.copy_in(buffer, job.pieces)
         with self._access:
             self._buffers.staged.gathered(job)

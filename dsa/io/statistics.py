@@ -16,7 +16,8 @@ class Statistics:
         cache_hits, cache_misses: rows touched that had a frame already, and those that had to be brought into one.
         hit_rate: hits / (hits + misses); 0.0 while there are neither.
         rows_new: frames filled with zeros because the row was never written (no I/O).
-        rows_read, read_requests, read_bytes: records brought from disk, and the requests and bytes that took.
+        rows_read, read_requests, read_bytes: records brought from disk, and the requests and bytes of all reads
+            (cleaning and the opening of generations included).
         rows_written, write_requests, write_bytes: records written behind, and the requests and bytes of all writes
             (cleaning and checkpoints included).
         rows_cleaned, segments_cleaned: records moved by cleaning, and segments it made free.

@@ -39,7 +39,7 @@ class WriteBehind:
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Until cancelled: write what is due, then wait to be woken; where nothing happens for long, write the rest."""
+        """Until cancelled: write what is due, then wait to be woken; whole segments early where nothing happens."""
         idle = False
         while True:
             self.wanted.clear()

@@ -15,6 +15,6 @@ def fingerprint(param: Tensor) -> int:
     n_rows = len(param)
     if n_rows == 0 or param.numel() == 0:
         return 0
-    rows = torch.linspace(0, n_rows - 1, min(_ROWS, n_rows), dtype=torch.float64).long().to(param.device)
-    some = param.detach().index_select(0, rows).contiguous().cpu()
+    spread = torch.linspace(0, n_rows - 1, min(_ROWS, n_rows), dtype=torch.float64, device="cpu")
+    some = param.detach().index_select(0, spread.long().to(param.device)).contiguous().cpu()
     return zlib.crc32(some.reshape(-1).view(torch.uint8).numpy().data)

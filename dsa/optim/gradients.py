@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsa.errors import UsageError
+from dsa.io.devices import host_memory
 from dsa.io.native import address_of_own
 from dsa.optim import fused, workers
 from dsa.optim.sorting import Sorted, sort
@@ -86,12 +87,12 @@ def unique_rows(name: str, param: Tensor, maximize: bool, announced: Sorted | No
         return None
     _check(name, param, grad)
     grad = grad.detach()
-    if grad.device.type == "cuda":
-        return _by_coalescing(param, grad, maximize)
     indices, values = grad._indices()[0], grad._values()
     count, width = indices.shape[0], math.prod(param.shape[1:])
     if count == 0 or width == 0:
         return SparseGradient(indices.new_empty(0), values.new_empty(0, width))
+    if grad.device.type == "cuda":
+        return _by_coalescing(param, grad, maximize)
     if grad.is_coalesced() and _ascending(indices):
         sums = -values if maximize else values
         _check_range(name, param, int(indices[0]), int(indices[-1]))
@@ -114,7 +115,8 @@ def _by_coalescing(param: Tensor, grad: Tensor, maximize: bool) -> SparseGradien
     """By torch's own coalesce(); the rows' copy to the host is begun, and checked there (`rows_on_host`)."""
     whole = (-grad if maximize else grad).coalesce()
     rows = whole.indices()[0].contiguous()
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda).copy_(rows, non_blocking=True)
+    host, _ = host_memory(rows.shape, rows.dtype, pin=rows.is_cuda)
+    host.copy_(rows, non_blocking=True)
     return SparseGradient(rows, whole.values().reshape(-1, math.prod(param.shape[1:])).contiguous(), host=host)
 
 
@@ -149,9 +151,9 @@ def rows_on_host(
 def warm_up(dtype: torch.dtype) -> None:
     """Compile, or load from the cache, all that `unique_rows` and its sums need for parameters of `dtype`."""
     if dtype in (torch.float32, torch.float64):
-        found = sort(torch.zeros(2, dtype=torch.int64))
+        found = sort(torch.zeros(2, dtype=torch.int64, device="cpu"))
         runs = Runs(found.order, found.starts[:-1], found.starts[1:], False)
-        SparseGradient(torch.from_numpy(found.rows), torch.ones(2, 1, dtype=dtype), runs).dense()
+        SparseGradient(torch.from_numpy(found.rows), torch.ones(2, 1, dtype=dtype, device="cpu"), runs).dense()
 
 
 def _sums(values: Tensor, runs: Runs) -> Tensor:

@@ -182,9 +182,9 @@ def choose_kernel(name: str, param: Tensor) -> Kernel:
 
 def warm_up(kernel: Kernel, dtype: torch.dtype) -> None:
     """Compile, or load from the cache, all that `kernel` needs for parameters of `dtype`."""
-    param = torch.zeros(2, 3, dtype=dtype)
+    param = torch.zeros(2, 3, dtype=dtype, device="cpu")
     moments = np.zeros((2, 6), np.float64 if dtype == torch.float64 else np.float32)
-    rows = torch.arange(2)
+    rows = torch.arange(2, device="cpu")
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 1)
     gradient = SparseGradient(rows, torch.ones_like(param))
     kernel.update(moments, rows.to(torch.int32).numpy(), param, gradient, hyper)
@@ -211,7 +211,7 @@ def _update_fused(
         for first in range(0, count, step):
             some = gradient.at(slice(first, first + step))
             gathered = weights.index_select(0, some.rows)
-            at = torch.arange(len(some.rows))
+            at = torch.arange(len(some.rows), device="cpu")
             flat = gathered.view(len(some.rows), -1)
             _update_rows(moments, frames[first : first + step], flat, at, some, hyper, exact)
             weights.index_copy_(0, some.rows, gathered)
@@ -311,12 +311,12 @@ def _scratch(items: int, dtype: torch.dtype) -> Tensor:
     """This thread's scratch memory; it grows to the largest block so far."""
     kept: Tensor | None = getattr(_local, "scratch", None)
     if kept is None or kept.dtype != dtype or len(kept) < items:
-        kept = _local.scratch = torch.empty(items, dtype=dtype)
+        kept = _local.scratch = torch.empty(items, dtype=dtype, device="cpu")
     return kept[:items]
 
 
 @functools.cache
 def _floats_of_halves(dtype: torch.dtype) -> NDArray[np.float32]:
     """The float32 of each of the 65536 bit patterns of bf16 or fp16."""
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    bits = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16)
     return bits.view(dtype).to(torch.float32).numpy()

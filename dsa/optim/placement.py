@@ -28,6 +28,7 @@ def device_of_update(param: Tensor, staging: str, kernel: str) -> torch.device |
     Raises:
         ConfigError: the device cannot be staged to, cannot hold sparse gradients, or `kernel` does not run there.
     """
+    choose_kernel(kernel, param)
     kind = param.device.type
     if kind not in _KNOWN:
         missing = _missing(param.device)
@@ -56,10 +57,9 @@ def check_updates(pairs: Iterable[tuple[str, Tensor]], staging: str, kernel: str
     """Refuse parameters that cannot be updated where they are.
 
     Raises:
-        ConfigError: see `choose_kernel` and `device_of_update`.
+        ConfigError: see `device_of_update`.
     """
     for _, param in pairs:
-        choose_kernel(kernel, param)
         device_of_update(param, staging, kernel)
 
 
@@ -69,7 +69,7 @@ def _missing(device: torch.device) -> str | None:
     try:
         rows = torch.zeros(1, 2, dtype=torch.int64, device=device)
         values = torch.ones(2, 1, device=device)
-        torch.sparse_coo_tensor(rows, values, (1, 1)).coalesce().indices().cpu()
+        torch.sparse_coo_tensor(rows, values, (1, 1), device=device).coalesce().indices().cpu()
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0]
     return None
@@ -103,6 +103,6 @@ def update_on_copies(
         return
     weights = param.detach()
     some = weights.index_select(0, gradient.rows).cpu()
-    copied = SparseGradient(torch.arange(len(some)), gradient.dense().values.cpu())
+    copied = SparseGradient(torch.arange(len(some), device="cpu"), gradient.dense().values.cpu())
     kernel.update(moments, frames, some, copied, hyper)
     weights.index_copy_(0, gradient.rows, some.to(weights.device))

@@ -29,7 +29,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int) -> None:
-        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._torch = torch.Generator("cpu").manual_seed(seed).get_state()
         self._python = random.Random(seed).getstate()
         self._numpy = _Numpy(np.random.MT19937(np.random.SeedSequence(seed)))
         self._outside: tuple[Any, Any] | None = None

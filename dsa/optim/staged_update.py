@@ -25,11 +25,14 @@ def updater(work: Mapping[int, Work]) -> Callable[[Device, Sequence[Group]], Cal
     """
 
     summed: dict[int, Work] = {}
+    hypers: dict[int, tuple[Hyperparameters, float]] = {}  # with the step size, which reads the learning rate
 
     def update(device: Device, groups: Sequence[Group]) -> Callable[[], None]:
         for table in {part.table for group in groups for part in group.parts} - summed.keys():
             summed[table] = replace(work[table], gradient=work[table].gradient.dense())
-        batches = [(group.numbers, *together) for group in groups for together in _together(group, summed)]
+            hyper = work[table].hyper()
+            hypers[table] = hyper, hyper.step_size
+        batches = [(group.numbers, *together) for group in groups for together in _together(group, summed, hypers)]
 
         def run() -> None:
             for numbers, hyper, step_size, parts in batches:
@@ -40,14 +43,14 @@ def updater(work: Mapping[int, Work]) -> Callable[[Device, Sequence[Group]], Cal
     return update
 
 
-def _together(group: Group, work: Mapping[int, Work]) -> list[tuple[Hyperparameters, float, list[Part]]]:
+def _together(
+    group: Group, work: Mapping[int, Work], hypers: Mapping[int, tuple[Hyperparameters, float]]
+) -> list[tuple[Hyperparameters, float, list[Part]]]:
     """The group's tables by what must be equal to share launches."""
     found: dict[tuple[object, ...], tuple[Hyperparameters, float, list[Part]]] = {}
     for part in group.parts:
-        mine = work[part.table]
-        hyper = mine.hyper()
-        step_size = hyper.step_size
-        values = mine.gradient.values
+        hyper, step_size = hypers[part.table]
+        values = work[part.table].gradient.values
         key = (values.dtype, values.shape[1], hyper.beta1, hyper.beta2, hyper.eps, step_size)
         found.setdefault(key, (hyper, step_size, []))[2].append(part)
     return list(found.values())

@@ -211,7 +211,7 @@ def moments(engine: Engine, tables: TableDirectory, param: Key, rows: Rows) -> d
     """
     table = tables.find(param)
     resolve({param: rows}, tables)
-    wanted = torch.as_tensor(rows).reshape(-1).cpu().numpy().astype(np.int64)
+    wanted = torch.as_tensor(rows, device="cpu").reshape(-1).cpu().numpy().astype(np.int64)
     check_unchanged(engine.spec_of(table.number), table.parameter)
     shape = tuple(table.parameter.shape[1:])
     width = int(np.prod(shape, dtype=np.int64))
@@ -242,7 +242,7 @@ def _export(
 
 def export(engine: Engine, tables: TableDirectory, groups: list[Any]) -> dict[str, Any]:
     """A torch.optim.SparseAdam state dict with dense moments in RAM (fp32 for bf16 and fp16 parameters)."""
-    return _export(engine, tables, groups, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    return _export(engine, tables, groups, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
 def export_to(engine: Engine, tables: TableDirectory, groups: list[Any], path: Path) -> None:
@@ -262,7 +262,7 @@ def export_to(engine: Engine, tables: TableDirectory, groups: list[Any], path: P
             made += 1
             count = int(np.prod(shape, dtype=np.int64))
             if count == 0:
-                return torch.zeros(shape, dtype=dtype)
+                return torch.zeros(shape, dtype=dtype, device="cpu")
             with WholeFile(folder / str(made)) as file:
                 file.reserve(count * dtype.itemsize)  # mapped and without room it would be SIGBUS
             return torch.from_file(str(file.path), shared=True, size=count, dtype=dtype).view(shape)

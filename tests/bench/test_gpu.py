@@ -32,6 +32,7 @@ def test_it_goes_all_the_way_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert ways["announced"]["announced_share"] == 1.0
     assert ways["unannounced"]["announced_share"] == 0.0
     assert ways["off"]["device_bytes"] == 0
+    assert [ways[name]["rows_read"] for name in ("announced", "unannounced", "off")] == [0, 0, 0]
     assert "| announced |" in capsys.readouterr().out
 
 

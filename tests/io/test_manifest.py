@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa.errors import CorruptError, FormatError, MismatchError, StateFileError
+from dsa.errors import CorruptError, FormatError, StateFileError
 from dsa.io.manifest import (
     INDEX_FILE,
     TABLE_FILE,
@@ -23,7 +23,6 @@ from dsa.io.manifest import (
     decode,
     encode,
     index_file,
-    match,
     table_file,
 )
 
@@ -223,28 +222,3 @@ def test_table_files_tell_their_parameter():
     assert table_file("node_emb.weight", []) == "tables/000-node_emb.weight.log"
     assert table_file("a/b c", ["tables/004-x.log"]) == "tables/005-a_b_c.log"
     assert index_file(entry(file="tables/005-a_b_c.log"), 12) == "index/000012-005-a_b_c.idx"
-
-
-def test_match_takes_the_layout_from_disk_and_returns_what_is_extra():
-    wanted = entry("rel", (5, 3), 9, segment_bytes=8192, slots_per_segment=1)
-    found = match([wanted], example(), PATH)
-    assert found.entries == (example().tables[1],)
-    assert [extra.name for extra in found.extra] == ["node_emb.weight"]
-
-
-def test_match_lists_every_difference_with_both_values():
-    wanted = [entry(shape=(100, 4)), entry("rel", (5, 3), dtype="float64"), entry("bias", (9, 1))]
-    with pytest.raises(MismatchError) as caught:
-        match(wanted, example(), PATH)
-    for part in ("[100, 3]", "[100, 4]", "float32", "float64", "'bias' [9, 1]"):
-        assert part in str(caught.value)
-
-
-def test_match_takes_grown_tables_on_request_only():
-    wanted = [entry(shape=(150, 3))]
-    with pytest.raises(MismatchError):
-        match(wanted, example(), PATH)
-    assert match(wanted, example(), PATH, grown=True).entries[0].shape == (150, 3)
-    for shape in ((99, 3), (150, 4)):
-        with pytest.raises(MismatchError):
-            match([entry(shape=shape)], example(), PATH, grown=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity_rig import same_bits
-from staging_rig import BATCH, Staged
+from parity_rig import restore, same_bits, snapshot
+from staging_rig import BATCH, LIMIT_S, Staged
 
+from dsa.errors import UsageError
 from dsa.io import late_device
 from dsa.io.cache import Arena
-from dsa.io.devices import CudaDevice, open_device
+from dsa.io.devices import CudaDevice, host_memory, open_device, pinned
 from dsa.io.double_buffer import DoubleBuffer
 from dsa.io.late_device import LateDevice
 from dsa.io.staged import Lease, StagedBatches, StageJob
@@ -220,6 +223,166 @@ def test_a_batch_larger_than_a_buffer_may_be_goes_in_parts(tmp_path: Path, monke
     training.check()
 
 
+class SmallDevice(LateDevice):
+    """A device with memory for blocks of at most `most_bytes`."""
+
+    most_bytes = 1 << 40
+    refused = 0
+
+    def device_block(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.most_bytes:
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"no {nbytes} bytes on this device")
+        return super().device_block(nbytes)
+
+
+@pytest.mark.parametrize("most_bytes", [256, 700])
+def test_a_device_without_memory_for_a_batch_takes_it_in_parts_and_stages_again_when_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr("dsa.io.staging_buffer._LEAST_BYTES", 64)
+    device = SmallDevice(0)
+    device.most_bytes = most_bytes
+    training = Staged(tmp_path, monkeypatch, 0, device=device)
+    batches = training.batches(30)
+    for batch in training.opt.lookahead(batches[:15], rows=training.rows, depth=2):
+        training.step(batch)
+    assert device.refused > 0
+    assert training.staging.staged_rows == 0
+    assert training.staging.part_rows > 0
+    assert training.staging.device_bytes <= 2 * most_bytes
+    training.twins.check()
+    device.most_bytes = 1 << 40
+    for batch in batches[15:]:
+        training.opt.announce(training.rows(batch))
+        training.await_staged(hurry=True)
+        training.step(batch)
+    assert training.staging.staged_rows > 0
+    training.check()
+
+
+def test_a_step_for_which_the_device_has_no_memory_at_all_is_mended_by_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsa.io.staging_buffer._LEAST_BYTES", 64)
+    device = SmallDevice(0)
+    training = Staged(tmp_path, monkeypatch, 0, device=device)
+    opt, twins, batches = training.opt, training.twins, training.batches(20)
+    for batch in batches[:5]:
+        training.step(batch[:4])
+    saved, right = opt.state_dict(), snapshot(twins.oracle, twins.ram)
+    device.most_bytes = 0
+    for buffer in training.staging._buffers.both:
+        buffer._host, buffer._block = buffer._host[:0], buffer._block[:0]
+    twins.give(training.gradients(batches[5]))
+    with pytest.raises(torch.OutOfMemoryError, match="bytes on this device"):
+        opt.step()
+    with pytest.raises(UsageError, match="load_state_dict"):
+        opt.step()
+    device.most_bytes = 1 << 40
+    opt.load_state_dict(saved)
+    restore(right, twins.oracle, twins.disk, twins.ram)
+    for batch in opt.lookahead(batches[5:], rows=training.rows, depth=3):
+        training.step(batch)
+    training.check()
+
+
+def without_memory_for_forwarding(monkeypatch: pytest.MonkeyPatch, thread: str) -> list[bool]:
+    """Every second forwarding by this thread finds no memory; whether each did is listed."""
+    forward, found = DoubleBuffer.forward, []
+
+    def scarce(self: DoubleBuffer, source: Buffer, regions: Any, target: Buffer) -> None:
+        if threading.current_thread().name == thread:
+            found.append(not (found and found[-1]))
+            if found[-1]:
+                raise torch.OutOfMemoryError("no memory on this device")
+        forward(self, source, regions, target)
+
+    monkeypatch.setattr(DoubleBuffer, "forward", scarce)
+    monkeypatch.setattr(late_device, "_MOST_CREDIT", 0)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_without_memory_for_forwarding_gives_the_next_batch_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    found = without_memory_for_forwarding(monkeypatch, "MainThread")
+    training = Staged(tmp_path, monkeypatch, seed)
+    staged, window = training.staging.staged, training.opt._books.engine._pipeline.books.window
+    batches = training.batches(STEPS, seed)
+    for batch in batches[:2]:
+        training.opt.announce(training.rows(batch))
+    for i, batch in enumerate(batches):
+        training.await_next(2 - i % 2, or_else=lambda: window.get(staged._refused) is not None)
+        training.step(batch)
+        for coming in batches[i + 2 : i + 3]:
+            training.opt.announce(training.rows(coming))
+    assert set(found) == {True, False}
+    assert training.staging.part_rows > 0
+    training.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_batch_for_whose_forwarding_the_thread_finds_no_memory_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Each batch is being staged while the step before it is updated: so what both hold is the thread's to forward."""
+    found, stepped = without_memory_for_forwarding(monkeypatch, "dsa-staging"), threading.Event()
+    copy_in = DoubleBuffer.copy_in
+
+    def until_stepped(self: DoubleBuffer, buffer: Buffer, pieces: Any) -> None:
+        early = buffer.source is not None and buffer.source.phase is Phase.READY
+        copy_in(self, buffer, pieces)
+        if early and threading.current_thread().name == "dsa-staging":
+            assert stepped.wait(LIMIT_S)
+
+    monkeypatch.setattr(DoubleBuffer, "copy_in", until_stepped)
+    training = Staged(tmp_path, monkeypatch, seed)
+    staged, window = training.staging.staged, training.opt._books.engine._pipeline.books.window
+    batches = training.batches(STEPS, seed)
+    training.opt.announce(training.rows(batches[0]))
+    for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        refused = window.get(staged._refused) is not None
+        if not refused:
+            training.await_phases(lambda phases: Phase.READY in phases and Phase.DRAINING not in phases, hurry=True)
+        if following is not None:
+            training.opt.announce(training.rows(following))
+            if not refused:
+                training.await_next(3, or_else=lambda: Phase.FILLING in training.staging.phases())
+        training.step(batch)
+        stepped.set()
+        training.await_phases(lambda phases: Phase.FILLING not in phases, hurry=True)
+        stepped.clear()
+    assert set(found) == {True, False}
+    assert training.staging.part_rows > 0
+    training.check()
+
+
+def test_a_block_that_cannot_grow_stays_as_it_was() -> None:
+    device = SmallDevice(0)
+    buffer = Buffer(device)
+    first = buffer.make_room(1000)
+    device.most_bytes = 2 * first
+    assert buffer.make_room(first * 8, 1) == first
+    with pytest.raises(torch.OutOfMemoryError):
+        buffer.make_room(first * 8)
+    assert buffer.device_bytes == buffer._host.nbytes == first
+    fresh = Buffer(device)
+    assert first <= fresh.make_room(first * 64, 1) <= 2 * first
+    assert fresh.device_bytes == fresh._host.nbytes
+
+
+def test_what_cannot_be_pinned_is_copied_as_it_is() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine gives pinned memory")
+    rows = torch.arange(5)
+    assert pinned(rows) is rows
+    memory, is_pinned = host_memory((3, 2), torch.int64)
+    assert memory.shape == (3, 2)
+    assert not is_pinned
+
+
 def test_pinned_memory_that_cannot_be_had_is_pageable() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine gives pinned memory")
@@ -227,6 +390,36 @@ def test_pinned_memory_that_cannot_be_had_is_pageable() -> None:
     assert not pinned
     assert block.nbytes == 100
     assert not block.any()
+
+
+def test_work_on_cuda_is_issued_with_its_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a stream's context makes the stream before current again, on the device that is current then."""
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def entering(what: Any) -> Iterator[None]:
+        entered.append(what)
+        yield
+        assert entered.pop() == what
+
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    monkeypatch.setattr(torch.cuda, "stream", entering)
+    device = CudaDevice.__new__(CudaDevice)
+    device._device, device.into = torch.device("cuda", 1), "into"
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: list(entered))
+    assert device.device_block(64) == [device._device, "into"]
+    seen: list[Any] = []
+    device.run("own", lambda: seen.extend(entered))
+    assert seen == [device._device, "own"]
+
+    class Target:
+        def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+            assert non_blocking
+            assert entered == [device._device, "out"]
+            seen.append(source)
+
+    device.copy("out", Target(), seen)  # type: ignore[arg-type]
+    assert seen[-1] is seen
 
 
 def test_devices_that_staging_does_not_know() -> None:

@@ -1,4 +1,4 @@
-"""The `uring` backend: one io_uring for reads and one for writes, each in an I/O thread of its own.
+"""The `uring` backend: some io_urings for reads and some for writes, each in an I/O thread of its own.
 
 A read of any number of extents is one hand-over to the thread and one call outside the GIL, and `then` follows in the
 same thread; so is a write.
