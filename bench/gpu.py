@@ -12,7 +12,7 @@ moments in pinned host memory, copied in the step; `announced` DiskSparseAdam wi
 without; `off` announced, with staging="off".
 
 Hidden: of what a step without announcements costs more than one with moments in VRAM (gathering, copies each way), the
-share that a step with announcements does not cost. With a smaller `--cache`, a share of the rows, reads are in both, and
+share that a step with announcements does not cost. With a smaller `--cache`, a share of the rows, reads are in both:
 nothing can hide what the disk takes longer for than the model. Parity: every bit of weights and moments against
 torch.optim.SparseAdam on the same device, duplicates in gradients included.
 """

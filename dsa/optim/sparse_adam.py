@@ -42,7 +42,9 @@ class DiskSparseAdam(Optimizer):
 
     A step updates exactly the rows that the sparse gradient holds, in SparseAdam's order of operations (Kingma and
     Ba, "Adam: A Method for Stochastic Optimization", as torch.optim.SparseAdam applies it to sparse gradients), so
-    that weights and moments are the same to the last bit, whatever the cache, the announcements or the backend.
+    that weights and moments are the same to the last bit, whatever the cache, the announcements or the backend (with
+    `kernel="fast"` weights may differ by 1 ulp a step). Parameters in bf16 and fp16 have moments in fp32: their numbers
+    are those of SparseAdam on fp32 copies of weights and gradients, the weights rounded after each step.
 
     Args:
         params: parameters, (name, parameter) pairs as `model.named_parameters()` gives them, or groups of either;
@@ -53,8 +55,8 @@ class DiskSparseAdam(Optimizer):
             state, a quarter of the memory available (control groups included) and 2 GiB.
         existing: what becomes of state that `state_dir` already holds: "load" waits for `load_state_dict`, "resume"
             goes on from its newest generation, "discard" starts anew.
-        backend: "auto" (the one that io's probe chose, if it works here, else the best that does), or the name of one
-            ("threads", "aiofiles", ...).
+        backend: "auto" (the one that io's probe chose, if it works here, else the best that does), or the name of one:
+            "uring", "threads" or "aiofiles".
         kernel: "auto", "exact", "fast" or "reference": how the update is carried out.
         staging: the double buffer in pinned memory, through which moments go to parameters on CUDA and back: "auto"
             uses it for those; "on" also for parameters on the CPU, whose copies and updates then finish late and out of
@@ -70,6 +72,7 @@ class DiskSparseAdam(Optimizer):
         FormatError, CorruptError: `state_dir` holds files of others, or damaged ones.
         MismatchError: with existing="resume", the state belongs to other parameters.
         DeviceError: the disk failed.
+        UsageError: torch.distributed runs several processes.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class DiskSparseAdam(Optimizer):
         Raises:
             UsageError: a dense gradient, or one of another shape (nothing was changed).
             StateExistsError: `state_dir` holds state and nobody said what is to become of it.
+            MismatchError: that state belongs to other parameters.
             CorruptError, DeviceError: the disk; also of earlier work in the background.
         """
         books = self._books
@@ -196,6 +200,7 @@ class DiskSparseAdam(Optimizer):
 
         Raises:
             ConfigError: an unknown key, rows that are no integers or out of range.
+            UsageError: a module or parameter that does not mean exactly one of the optimizer's.
         """
         books = self._books
         books.engine.check_open()
@@ -219,6 +224,9 @@ class DiskSparseAdam(Optimizer):
 
     def watch(self, model: nn.Module) -> WatchHandle:
         """Let the embeddings in `model` announce what each forward pass looks up; acts at once.
+
+        Those are nn.Embedding and nn.EmbeddingBag, in training mode, with gradients enabled; what torch.compile has
+        compiled announces nothing. Look-ups on an accelerator are copied to the host, which waits for them.
 
         Returns:
             A handle with `remove()`; also a context manager.
@@ -246,7 +254,7 @@ class DiskSparseAdam(Optimizer):
         return number
 
     def generations(self) -> tuple[int, ...]:
-        """The generations that can be loaded, oldest first."""
+        """The generations that there are, oldest first; loading one tells where its index cannot be read."""
         return self._books.engine.generations()
 
     def release(self, generation: int) -> None:
@@ -273,7 +281,10 @@ class DiskSparseAdam(Optimizer):
 
         Raises:
             MismatchError: another directory, other tables, or a generation that is gone.
-            ValueError: other parameter groups (torch's own check).
+            ConfigError: not a state dict, or other parameter groups.
+            StateExistsError: a SparseAdam state dict, or an empty one, while `state_dir` holds state and nobody said
+                what is to become of it: such a dict names no generation.
+            CorruptError, DeviceError: the generation cannot be read.
         """
         books = self._books
         books.engine.check_open_or_failed()
