@@ -384,6 +384,13 @@ def test_plan_says_what_a_table_needs() -> None:
         assert words in text
 
 
+def test_plan_knows_what_a_row_costs_in_a_large_table_and_what_the_gpu_stages_at_most() -> None:
+    found = run_json("plan", "--rows", "200M", "--dim", "16", "--cache", "2GiB", "--batch", "3M")
+    assert found["index_bytes"] == 12 * 200_000_000
+    assert found["ram_bytes"] == 2 * 2**30 + 20 * 200_000_000 + 64 * 2**20
+    assert found["vram_bytes"] == 2 * 256 * 2**20 * 5 // 4
+
+
 def test_plan_knows_that_halves_have_moments_in_fp32_and_small_tables_fit_the_cache() -> None:
     found = run_json("plan", "--rows", "1k", "--dim", "16", "--dtype", "bfloat16", "--batch", "8192")
     assert found["record_bytes"] == 2 * 16 * 4

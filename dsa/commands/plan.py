@@ -24,8 +24,8 @@ _COUNT = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kmgb]?)\s*", re.IGNORE
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _DAY_S = 86_400
 
-ROW_BYTES = 16
-"""RAM a row: 8 of the location index, 4 of the row's frame, and what is known of coming batches."""
+ROW_BYTES = 8
+"""RAM a row beside its entry of the location index: 4 of the row's frame, and what is known of coming batches."""
 FIXED_BYTES = 64 * MIB
 """RAM for I/O buffers, segments being written, code."""
 LOG_FACTOR = 2
@@ -43,7 +43,8 @@ class Plan:
         cache_bytes, index_bytes, ram_bytes: of RAM, beside the weights; the last is the sum, with buffers.
         vram_bytes: beside weights on an accelerator: two staging buffers, each for a batch and a quarter more;
             the update takes some temporaries besides.
-        live_bytes: all rows' records; disk_bytes: the most that the state directory can become.
+        live_bytes: all rows' records; disk_bytes: the most that the state directory can become; a generation of
+            `close()` is as much as a checkpoint more, until the next one.
         written_per_day_bytes: by write-behind and cleaning, at most: a row that is touched again before it was written
             costs nothing more; checkpoint_bytes: what each checkpoint writes beside the dirty rows.
         weights_bytes: of the parameter, in RAM or VRAM with either optimizer.
@@ -119,7 +120,7 @@ def make_plan(
         weights_bytes=weights_bytes,
         cache_bytes=cache_bytes,
         index_bytes=index_bytes,
-        ram_bytes=cache_bytes + rows * ROW_BYTES + FIXED_BYTES,
+        ram_bytes=cache_bytes + index_bytes + rows * ROW_BYTES + FIXED_BYTES,
         vram_bytes=2 * block_bytes(min(batch_rows * record_bytes, MOST_BYTES)),
         live_bytes=live_bytes,
         disk_bytes=disk_bytes,

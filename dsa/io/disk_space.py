@@ -16,7 +16,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 def peak_bytes(tables: Iterable[TableEntry], generations: int) -> int:
     """What the tables' files can grow to with every row live: twice the records and an index, for the running state and
-    each generation retained.
+    each generation retained (one that `close()` has made, until the next commit, is not reckoned with).
     """
     each = sum(table.n_rows * (2 * table.record_bytes + 8) for table in tables)
     return each * (1 + generations)

@@ -23,6 +23,7 @@ from dsa.io.ageing import Ageing
 from dsa.io.choosing import NOBODY, SEQUENCE_BITS, choose
 from dsa.io.compile import kernel
 from dsa.io.foresight import Foresight
+from dsa.io.native import prefetch
 
 DIRTY = 1
 FILLING = 2
@@ -36,6 +37,7 @@ _BASE = 1.04  # a step of the byte is a factor of so much
 _ONE = 60  # the byte of a single access just now: counts from 0.1 to 2,100 have a byte
 _LOOK = 32  # frames looked at for each victim
 _LEAST_LOOK = 1 << 14
+_AHEAD = 16  # rows whose bytes are on their way at once
 _UNKNOWN = np.int32(-1)
 _ANYWHERE: NDArray[np.int16] = np.zeros(0, np.int16)  # no table in particular
 
@@ -282,7 +284,11 @@ def _bump(
     bump_chance: NDArray[np.uint32],
 ) -> None:
     state = random[0]
-    for i in range(len(rows)):
+    count, row_places, frame_places = len(rows), codes.ctypes.data, frame_code.ctypes.data
+    for i in range(count):
+        if i + _AHEAD < count:
+            prefetch(row_places + rows[i + _AHEAD])
+            prefetch(frame_places + np.int64(frames[i + _AHEAD]))
         state ^= np.uint32(state << np.uint32(13))
         state ^= np.uint32(state >> np.uint32(17))
         state ^= np.uint32(state << np.uint32(5))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dsa.errors import UsageError
 from dsa.io.compile import kernel
+from dsa.io.native import prefetch
 
 NEVER = np.iinfo(np.int64).max
 """What `Foresight.next_use` says of a row that no known batch touches."""
@@ -27,6 +28,7 @@ MOST_BATCHES = _NONE
 """So many batches can be known at once (a slot takes 16 bits)."""
 
 _FIRST_ENTRIES = 4096
+_AHEAD = 16  # rows whose entries are on their way at once
 _MARKED = 4  # entries are handed out in units of so many, with one mark each
 
 
@@ -251,7 +253,25 @@ def _append(
     start = starts[slot]
     shift = shifts[slot]
     marked = 0  # marks below this one are set
-    for i in range(len(rows)):
+    count = len(rows)
+    firsts, mark_places = first.ctypes.data, marks.ctypes.data
+    row_places, before_places = entry_rows.ctypes.data, before.ctypes.data
+    for i in range(count):
+        # Each place is known from the one before: a row's first batch, the mark in it, the entry. So three stages.
+        if i + 3 * _AHEAD < count:
+            prefetch(firsts + rows[i + 3 * _AHEAD] * first.itemsize)
+        if i + 2 * _AHEAD < count:
+            coming = rows[i + 2 * _AHEAD]
+            known = first[coming]
+            if known != _NONE:
+                prefetch(mark_places + (starts[known] // _MARKED + (coming >> shifts[known])) * marks.itemsize)
+        if i + _AHEAD < count:
+            coming = rows[i + _AHEAD]
+            known = first[coming]
+            if known != _NONE:
+                place = starts[known] + np.int64(marks[starts[known] // _MARKED + (coming >> shifts[known])])
+                prefetch(row_places + place * entry_rows.itemsize)
+                prefetch(before_places + place * before.itemsize)
         row = rows[i]
         while marked <= row >> shift:
             marks[start // _MARKED + marked] = i

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -205,3 +206,47 @@ def test_frames_of_new_rows_become_zero() -> None:
     frames = np.full((4, 3), 7, np.uint64)
     zero_frames(frames, np.array([1, 3], np.int32))
     assert frames.sum(1).tolist() == [21, 0, 21, 0]
+
+
+# What DESIGN.md says of the bytes, in plain Python: another program can read a log by it.
+
+
+def check_by_the_page(words: list[int], row: int) -> int:
+    low = (1 << 64) - 1
+    k1, k2, k3, k4 = 0x243F6A8885A308D3, 0x13198A2E03707345, 0xA4093822299F31D1, 0x082EFA98EC4E6C89
+
+    def turned(value: int, bits: int) -> int:
+        return (value << bits | value >> 64 - bits) & low
+
+    seed = (row * k3 + k4) & low
+    lanes, factors = [(seed + k1) & low, seed ^ k2, (seed + k3) & low, seed ^ k4], [k1, k2, k3, k4]
+    whole = len(words) // 4 * 4
+    for i, word in enumerate(words):
+        lane = i % 4 if i < whole else 0
+        lanes[lane] = turned((lanes[lane] ^ word) * factors[lane] & low, 31)
+    a, b, c, d = lanes
+    h = (a ^ turned(b, 29)) * k2 & low
+    h = (h ^ h >> 32 ^ c) * k3 & low
+    h = (h ^ h >> 29 ^ d) * k1 & low
+    h ^= h >> 32
+    h = h * k2 & low
+    h ^= h >> 29
+    return h >> 32
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=11), st.integers(0, 2**40))
+def test_the_check_of_a_record_is_what_the_page_says(words: list[int], row: int) -> None:
+    assert int(record_check(np.array(words, np.uint64), row)) == check_by_the_page(words, row)
+
+
+def test_header_and_identity_are_what_the_page_says() -> None:
+    layout = segment_layout(64, 1000, 1 << 16)
+    uuid, name = "0b6a3a0c-0000-4000-8000-123456789abc", "node_emb.weight"
+    identity = table_identity(uuid, name)
+    assert identity == zlib.crc32((name + uuid).encode()) << 32 | zlib.crc32((uuid + name).encode())
+    buffer = np.zeros(layout.segment_bytes, np.uint8)
+    write_header(buffer, layout, 7, identity, np.arange(5, dtype=np.int64))
+    raw = buffer.tobytes()
+    assert zlib.crc32(raw[:44] + bytes(4) + raw[64 : layout.header_bytes]) == int.from_bytes(raw[44:48], "little")
+    assert raw[48:64] == bytes(16)
+    assert int.from_bytes(raw[32:40], "little") == identity
