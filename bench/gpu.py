@@ -1,6 +1,6 @@
 """Parameters on a GPU and moments on disk: the same numbers, what of the copies and reads is hidden, time, memory.
 
-    python -m bench.gpu [--rows 1000000] [--dim 128] [--batch 8192] [--steps 100] [--cache 1.0] [--folder DIR]
+    python -m bench.gpu [--rows 1000000] [--dim 128] [--batch 8192] [--steps 100] [--cache 1.0] [--json F] [--folder D]
 
 For a machine with a CUDA device, from a checkout, with that machine's own Python and torch; it takes a few minutes.
 Without one it says so and ends with status 0. `--on-cpu` goes the same way on the CPU, through the late device that

@@ -83,6 +83,13 @@ class Staged:
                 condition.wait(0.01)
         raise AssertionError(f"buffers are {staging.phases()}")
 
+    def refused(self) -> bool:
+        """Whether the next batch is not staged, since the device had no memory for one."""
+        books = self.opt._books.engine._pipeline.books
+        last = self.staging.staged._last_refused
+        with self.staging._access.condition:  # which its holder may take again
+            return any(batch.sequence <= last for batch in books.window.in_order())
+
     def check(self) -> None:
         """Every bit is equal, and nothing is left pinned."""
         self.twins.check()

@@ -211,9 +211,8 @@ class Arena:
         return taken
 
     def filled(self, frames: Frames) -> None:
-        """The frames' bytes are there: each frame that `take` gave, once."""
-        self._n_filling -= len(frames)
-        frame_passes.clear(frames, self.flags, FILLING)
+        """The frames' bytes are there."""
+        self._n_filling -= int(frame_passes.clear(frames, self.flags, FILLING))
 
     def filling(self, frames: Frames) -> bool:
         """Whether any of the frames still waits for its bytes."""

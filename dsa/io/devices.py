@@ -44,7 +44,11 @@ class Device(Protocol):
         """The array on the device, for use by the work that `run` is running; the host does not wait."""
 
     def run(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Issue `work`, whose operations go to the stream."""
+        """Issue `work`, whose operations go to the stream.
+
+        Raises:
+            torch.OutOfMemoryError: the device has none left for what the work makes.
+        """
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         """Issue a copy; the host does not wait for it."""
@@ -85,20 +89,20 @@ def pinned(source: Tensor) -> Tensor:
 
 
 def host_memory(shape: int | Sequence[int], dtype: torch.dtype, *, pin: bool = True) -> tuple[Tensor, bool]:
-    """Zeroed memory of the host, and whether it is pinned: where it is asked for, and the system gives such a range."""
+    """Memory of the host, and whether it is pinned: where it is asked for, and the system gives such a range."""
     if pin:
         try:
-            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True), True
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True), True
         except RuntimeError:  # copies from and to it are then synchronous, and right
             pass
-    return torch.zeros(shape, dtype=dtype, device="cpu"), False
+    return torch.empty(shape, dtype=dtype, device="cpu"), False
 
 
 class CudaDevice:
     """A CUDA device: two streams of its own beside the user's current one; pinned host memory where it can be had.
 
-    Everything is issued with the device as the current one: the end of `torch.cuda.stream` makes the one before current
-    again, and where a thread has chosen none that is device 0, where a context would be made for nothing.
+    Launches and allocations are made with the device as the current one: the end of `torch.cuda.stream` makes the one
+    before current again, and where a thread has chosen none that is device 0: a context would be made there for no use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,7 +117,8 @@ class CudaDevice:
 
     def host_block(self, nbytes: int) -> tuple[Tensor, bool]:
         """Pinned memory, or pageable where the system gives no such range."""
-        return host_memory(nbytes, torch.uint8)
+        block, is_pinned = host_memory(nbytes, torch.uint8)
+        return block.zero_(), is_pinned
 
     def device_block(self, nbytes: int) -> Tensor:
         """Memory of the `into` stream: what is allocated there after it is freed is used there after it."""

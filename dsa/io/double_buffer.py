@@ -35,6 +35,7 @@ class DoubleBuffer:
         self.staged = StagedBatches(books)
         self.both = (Buffer(device), Buffer(device))
         self.forwarded_rows = 0
+        self.refused = False  # the device had no memory for a batch; read without the lock
         self._books = books
         self._settled = settled
         self._turn = 0
@@ -119,6 +120,7 @@ class DoubleBuffer:
 
     def refuse(self, buffer: Buffer) -> None:
         """The device has no memory for the buffer's batch, whose step then goes in parts; the caller has the buffer."""
+        self.refused = True
         if buffer.job is not None:
             self.staged.refuse(buffer.job)
         self.end_source(buffer)

@@ -200,6 +200,11 @@ class Engine:
         return self._stepping.device_of(table) is not None
 
     @property
+    def device_refused(self) -> bool:
+        """Whether a device had no memory for the records of a batch."""
+        return any(staging.refused for staging in self._pipeline.stagings)
+
+    @property
     def pinned(self) -> bool:
         """Whether all memory of staging buffers is pinned."""
         return all(staging.pinned for staging in self._pipeline.stagings)

@@ -22,7 +22,7 @@ BOOKS = np.dtype(
     }
 )
 
-BOOKS_BYTES = BOOKS.itemsize
+_BOOKS_BYTES = BOOKS.itemsize
 
 Rows = NDArray[np.int64]
 Frames = NDArray[np.int32]
@@ -32,8 +32,8 @@ _AHEAD = 32  # frames whose books are on their way at once
 
 @kernel
 def _ask_for_books(books: int, frame: int) -> None:
-    """Have a frame's books brought near; `books`: the address of those of frame 0. A negative number does no harm."""
-    prefetch(books + np.int64(frame) * BOOKS_BYTES)
+    """Have a frame's books brought near; `books`: an address in those of frame 0. A negative number does no harm."""
+    prefetch(books + np.int64(frame) * _BOOKS_BYTES)
 
 
 @kernel
@@ -152,9 +152,13 @@ def lease(frames: Frames, flags: NDArray[np.uint8], version: NDArray[np.uint32])
 
 
 @kernel
-def clear(frames: Frames, flags: NDArray[np.uint8], mask: int) -> None:
+def clear(frames: Frames, flags: NDArray[np.uint8], mask: int) -> int:
+    """Take the flags off; the number of frames that had one of them."""
+    had = 0
     for i in range(len(frames)):
+        had += flags[frames[i]] & np.uint8(mask) != 0
         flags[frames[i]] &= ~np.uint8(mask)
+    return had
 
 
 @kernel

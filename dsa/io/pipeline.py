@@ -74,7 +74,7 @@ class Pipeline:
         self.latch = Latch(self.access.condition)
         self.stagings: list[Staging] = []
         self.books.give_back = self._give_back
-        self.log = RowLog(self.backend, self.books, config, self.access.condition, self._settled)
+        self.log = RowLog(self.backend, self.books, config, self.access, self._settled)
         self.loop = LoopThread("dsa-loop", use_uvloop=config.uvloop)
         self.uncommitted_steps = 0
         self.wait_s = 0.0

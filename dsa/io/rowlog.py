@@ -7,8 +7,8 @@ with one request, from an aligned buffer; records are read in extents; every rec
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +51,14 @@ class RowLog:
     """Moves the bytes of the bookkeeping's jobs.
 
     Args:
-        lock: the engine's; `settled` is called under it whenever something that others may wait for has changed.
+        lock: the engine's, which latches what breaks off under it; `settled` is called under it whenever something that
+            others may wait for has changed.
     """
 
     backend: Backend
     books: Bookkeeping
     config: IOConfig
-    lock: threading.Condition
+    lock: AbstractContextManager[object]
     settled: Callable[[], None]
 
     def __post_init__(self) -> None:

@@ -19,6 +19,8 @@ from dsa.io.jobs import Step
 from dsa.io.kernels_on_rows import shared
 from dsa.io.window import Batch, Kind, Piece
 
+_MOST_REFUSALS = 7  # after so many, 64 numbers are passed over each time
+
 
 @dataclass(frozen=True)
 class StagedPiece:
@@ -56,7 +58,8 @@ class StagedBatches:
         self._books = books
         self.jobs: list[StageJob] = []
         self._out: list[Lease] = []
-        self._refused = 0  # the batch that the device had no memory for
+        self._refusals = 0  # one after the other
+        self._last_refused = 0  # the last sequence number that is not staged
 
     def next(self, tables: frozenset[int], most_bytes: int) -> StageJob | None:
         """The first batch of the window that is not staged, if all its rows of these tables are in frames; pinned.
@@ -72,7 +75,7 @@ class StagedBatches:
             pieces = [piece for piece in batch.pieces if piece.table in tables]
             if batch.kind is Kind.HOOK or batch.sequence in staged or not pieces:
                 continue
-            if batch.sequence == self._refused:
+            if batch.sequence <= self._last_refused:
                 return None
             return self._begin(batch, pieces, most_bytes)
         return None
@@ -107,8 +110,12 @@ class StagedBatches:
                 self._let_go(job)
 
     def refuse(self, job: StageJob) -> None:
-        """The device has no memory for the batch: it is given up, and none is staged before it has ended."""
-        self._refused = job.sequence
+        """The device has no memory for the batch: it is given up, and none is staged before it has ended.
+
+        Nor are those soon after it, more of them each time: an allocation that fails makes the device wait.
+        """
+        self._refusals = min(self._refusals + 1, _MOST_REFUSALS)
+        self._last_refused = job.sequence + 2 ** (self._refusals - 1) - 1
         if job.gathering:
             self.gathered(job)
         self.give_up(job)
@@ -137,6 +144,7 @@ class StagedBatches:
 
         The job's pins on the rows leased stay until `back`.
         """
+        self._refusals = 0
         self.jobs.remove(job)
         pieces = {piece.table: piece for piece in step.batch.pieces}
         leases = []

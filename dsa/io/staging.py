@@ -83,6 +83,11 @@ class Staging:
         return self._buffers.device_bytes
 
     @property
+    def refused(self) -> bool:
+        """Whether the device had no memory for a batch."""
+        return self._buffers.refused
+
+    @property
     def pinned(self) -> bool:
         """Whether all host memory that was asked for could be pinned."""
         return self._buffers.pinned
@@ -191,8 +196,10 @@ class Staging:
             if buffer.copied is not None:
                 self.device.hurry()
             self._buffers.await_copied(buffer)
-            # No larger than the device has memory for: the step has begun, and must not fail for that.
+            # No larger than the device has memory for: the step has begun, and a failure would leave it half done.
             rows = rows[: buffer.make_room(len(rows) * record_bytes, record_bytes) // record_bytes]
+            if len(rows) < min(most, len(positions)):
+                most, self._buffers.refused = len(rows), True
             some, positions = positions[: len(rows)], positions[len(rows) :]
             with self._access:
                 lease = self.staged.keep(piece, some)

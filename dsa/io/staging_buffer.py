@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,29 +117,28 @@ class Buffer:
 
     def make_room(self, nbytes: int, least_bytes: int | None = None) -> int:
         """Have room for so many bytes of records, where the device has no more for half as many, and so on; how much
-        there is. Nothing that was issued uses the blocks any more.
+        there is. Nothing that was issued uses the blocks any more, and nothing in them is of use.
 
         Args:
             least_bytes: what there must be room for; None: all of it.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for that; the blocks are as they were.
+            torch.OutOfMemoryError: the device has no room for that; there are no blocks then.
         """
+        if nbytes <= self._block.nbytes:
+            return self._block.nbytes
         least = nbytes if least_bytes is None else least_bytes
-        while nbytes > self._block.nbytes:
-            size = block_bytes(nbytes)
-            try:
-                block = self._device.device_block(size)
-            except torch.OutOfMemoryError:
-                if self._block.nbytes >= least:
-                    break
-                if nbytes == least:
-                    raise
-                nbytes = max(nbytes // 2, least)
-                continue
-            host, self.pinned = self._device.host_block(size)
-            self._host, self._block = host, block  # both or none
-        return self._block.nbytes
+        self._host = self._block = self._host[:0].clone()  # the memory may be what is lacking
+        while True:
+            for size in (block_bytes(nbytes), round_up(nbytes, _ALIGNMENT)):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    block = self._device.device_block(size)
+                    host, self.pinned = self._device.host_block(size)
+                    self._host, self._block = host, block  # both or none
+                    return size
+            if nbytes <= least:
+                raise torch.OutOfMemoryError(f"the device has no {nbytes} bytes of memory for the records of a step")
+            nbytes = max(nbytes // 2, least)
 
     def gather(self) -> None:
         """Copy the records from their frames to the host block."""

@@ -57,6 +57,7 @@ class Books:
         self.warned_share = False
         self.warned_parts = False
         self.warned_pageable = False
+        self.warned_refused = False
 
     def add_tables(self, pairs: list[tuple[str, Tensor]]) -> None:
         """Take the tables of those that have none yet, all or none; the cache is divided anew.
@@ -95,6 +96,16 @@ class Books:
             warnings.warn(
                 "the system gave no pinned memory for the staging buffers: copies to the device and back make the host "
                 "wait; `ulimit -l`, or smaller batches, may mend it",
+                stacklevel=4,
+            )
+
+    def warn_refused(self) -> None:
+        """Warn, once, where the device had no memory for the records of a batch."""
+        if not self.warned_refused and self.engine.device_refused:
+            self.warned_refused = True
+            warnings.warn(
+                "the device had no memory to stage the moments of a batch ahead of its step: such steps go in parts, "
+                "which the host waits for; smaller batches, or a model that takes less at its peak, would avoid it",
                 stacklevel=4,
             )
 

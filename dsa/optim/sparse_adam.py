@@ -165,6 +165,7 @@ class DiskSparseAdam(Optimizer):
             StateExistsError: `state_dir` holds state and nobody said what is to become of it.
             MismatchError: that state belongs to other parameters.
             CorruptError, DeviceError: the disk; also of earlier work in the background.
+            torch.OutOfMemoryError: an accelerator has no memory for the update itself; the next call says what to do.
         """
         books = self._books
         books.engine.check_open()
@@ -188,6 +189,7 @@ class DiskSparseAdam(Optimizer):
                 self.state[books.tables.tables[number].parameter]["step"] = books.engine.steps_of(number)
         books.judge_announcements()
         books.warn_pageable()
+        books.warn_refused()
         return loss
 
     # Announcing.

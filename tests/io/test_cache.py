@@ -70,6 +70,7 @@ def test_frames_wait_for_their_bytes_each_until_its_own_have_come(arena: Arena) 
     arena.take(0, array(1, 5), first, 2)
     arena.take(0, array(2), second, 1)
     arena.filled(first[:1])
+    arena.filled(first[:1])  # said twice: whoever was interrupted says it again
     assert arena.filling(first)
     assert arena.filling(second)
     arena.filled(second)

@@ -460,6 +460,26 @@ def test_an_interrupt_while_new_rows_become_zero_loses_no_frame(make: Callable[.
     training.check_numbers()
 
 
+def test_an_interrupt_while_filled_frames_are_noted_is_latched(make: Callable[..., Training]) -> None:
+    """Between the flag of a frame and the end of its job: done again, the job would zero what a step has updated."""
+    training = make()
+    books = training.pipeline.books
+    ended = books._reads.ended
+    left = [KeyboardInterrupt()]
+
+    def interrupted(*args: Any) -> None:
+        if left:
+            raise left.pop()
+        ended(*args)
+
+    books._reads.ended = interrupted  # type: ignore[method-assign]
+    training.pipeline.loop.submit(_hold_still(training)).result(LIMIT_S)
+    with pytest.raises(KeyboardInterrupt):
+        training.step([0, 1, 2])
+    with pytest.raises(UsageError, match="while the engine kept its books"):
+        training.step([1, 2, 3])
+
+
 async def _hold_still(training: Training) -> None:
     """Keep prefetch from taking the job of new rows first."""
     training.pipeline._prefetch._next = lambda: (None, False)  # type: ignore[method-assign]
