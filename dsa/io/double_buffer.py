@@ -119,11 +119,13 @@ class DoubleBuffer:
             self.free(buffer)
 
     def refuse(self, buffer: Buffer) -> None:
-        """The device has no memory for the buffer's batch, whose step then goes in parts; the caller has the buffer."""
+        """The device has no memory for the buffer's batch, whose step then goes in parts; the caller has the buffer.
+
+        It is the younger of the two, so the other one takes nothing from it.
+        """
         self.refused = True
         if buffer.job is not None:
             self.staged.refuse(buffer.job)
-        self.end_source(buffer)
         self.free(buffer)
 
     def end_source(self, buffer: Buffer) -> None:

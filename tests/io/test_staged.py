@@ -169,3 +169,34 @@ def test_a_batch_that_ended_is_outlived_but_not_while_a_step_uses_it(world: Worl
     assert not world.staged.outlived(job)
     world.books.end_step()
     assert world.staged.outlived(job)
+
+
+def test_the_oftener_the_device_has_no_memory_the_more_batches_are_passed_over_until_one_is_taken(world: World) -> None:
+    def next_batch() -> StageJob | None:
+        for batch in list(world.books.window.in_order()):
+            world.books.end(batch)
+        world.announce(1, 2)
+        return world.staged.next(ALL, 1 << 20)
+
+    def passed_over(job: StageJob | None) -> tuple[int, StageJob]:
+        """Refuse a job: how many batches are not staged after it, and the job of the first that is."""
+        assert job is not None
+        world.staged.refuse(job)
+        assert world.staged.jobs == []
+        assert world.pins(1, 2) == [1, 1]  # of the batch ahead
+        for count in range(200):
+            job = next_batch()
+            if job is not None:
+                return count, job
+        raise AssertionError("no batch is staged any more")
+
+    found, job = [], next_batch()
+    for _ in range(10):
+        count, job = passed_over(job)
+        found.append(count)
+    assert found == [0, 1, 3, 7, 15, 31, 63, 63, 63, 63]
+    world.staged.gathered(job)
+    leases = world.staged.take(job, world.books.begin({0: rows(1, 2)}, lasting=True))
+    world.books.end_step()
+    world.staged.back(leases)
+    assert passed_over(next_batch())[0] == 0
