@@ -1,7 +1,8 @@
-"""What all tests share: torch's opinion on sparse invariants is settled, and hypothesis has no clock."""
+"""What all tests share: torch's opinion on sparse invariants is settled, hypothesis has no clock, Ctrl-C interrupts."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -12,6 +13,9 @@ import torch
 torch.sparse.check_sparse_tensor_invariants.disable()
 hypothesis.settings.register_profile("no-clock", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("no-clock")
+# A shell starts what runs in the background with Ctrl-C ignored, and processes started by tests inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
