@@ -286,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--on-cpu", action="store_true", help="go through the script on the CPU; no figures of interest"
     )
     options = parser.parse_args(arguments)
+    if not 0 < options.cache <= 1:
+        parser.error(f"--cache is a share of the rows, above 0 and at most 1, got {options.cache}")
     reason = None if options.on_cpu else why_not()
     if reason is not None:
         print(f"bench.gpu: nothing was measured: {reason}")

@@ -1,6 +1,7 @@
 """The command `dsa`: each command is a module of `dsa.commands`; an error of DSA is one line on stderr.
 
-The exit code is 1 where a state is damaged, else 2, and of `probe` 1; `--json` has an object with the error on stdout.
+The exit code is 1 where a state is damaged, else 2, and with `--json` there is an object with the error on stdout;
+`probe`, which reads no state, ends with 1 and has none.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class StagedBatches:
         """The first batch of the window that is not staged, if all its rows of these tables are in frames; pinned.
 
         None while a step runs: what it leases would be out of date in a batch that is staged beside it. Look-ups of
-        the forward pass (hooks) are rows of the very next step, not ahead of it.
+        the forward pass (hooks) are rows of the very next step, not ahead of it. None, too, until what was refused
+        has ended.
         """
         books = self._books
         if books.frozen or books.step is not None:

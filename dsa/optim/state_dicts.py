@@ -211,7 +211,7 @@ def moments(engine: Engine, tables: TableDirectory, param: Key, rows: Rows) -> d
     """
     table = tables.find(param)
     resolve({param: rows}, tables)
-    wanted = torch.as_tensor(rows, device="cpu").reshape(-1).cpu().numpy().astype(np.int64)
+    wanted = torch.as_tensor(rows, device="cpu").reshape(-1).numpy().astype(np.int64)
     check_unchanged(engine.spec_of(table.number), table.parameter)
     shape = tuple(table.parameter.shape[1:])
     width = int(np.prod(shape, dtype=np.int64))

@@ -36,6 +36,16 @@ def test_it_goes_all_the_way_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert "| announced |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("share", ["0", "-1", "1.5", "nan"])
+def test_a_share_that_cannot_be_meant_is_refused(
+    share: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--cache", share, "--on-cpu", "--folder", str(tmp_path)])
+    assert f"--cache is a share of the rows, above 0 and at most 1, got {float(share)}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_pinned_moments_are_sparse_adams() -> None:
     start = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
