@@ -6,8 +6,9 @@ memmaps (gather, update, scatter; with and without MADV_RANDOM) in the same memo
 TransE step (forward and backward) to hide behind. fio gives what the device needs for the reads alone.
 
 Every row has been written before anything is measured, the log is being cleaned, and caches are warm. Ways take turns
-(--quick: 3 rounds); before others have theirs, what DSA left to be written is written, and then steps that do not count
-make it write behind again. All in cache, the time of step() alone counts; else that of the whole loop.
+(5 rounds of each configuration, 15 of those with a TransE step; --quick: 3 and 7); before others have theirs, what DSA
+left to be written is written, and then steps that do not count make it write behind again. All in cache, the time of
+step() alone counts; else that of the whole loop.
 
 Takes up to 30 GB below --dir (--quick: 8 GB) and 16 GB of memory (--quick: 9 GB); what does not fit into memory, or
 needs fio or a memory cgroup where they are missing, is left out with a line that says so. The optimizers in limited
@@ -75,6 +76,7 @@ def measure(scale: Scale, directory: Path, console: Console, **options: Any) -> 
         "threads": torch.get_num_threads(),
         "fio": f"{stages.fio.version} {stages.fio.engine}" if stages.fio else None,
         "rounds": scale.rounds,
+        "hidden_rounds": scale.hidden_rounds,
         "seconds": round(time.perf_counter() - began),
         "file_system": stages.file_system,
     }

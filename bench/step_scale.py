@@ -28,6 +28,7 @@ class Scale:
         warm_draws: draws a row before Zipf batches are measured.
         hidden_rows, hidden_triples, hidden_caches, hidden_warm_draws: of the TransE step; each triple looks up four
             entities.
+        hidden_rounds: as rounds, there: what shares the cores with the model varies most from turn to turn.
         limited_rows, limited_turnovers, limited_batches: of the optimizers in limited memory.
         limited_plain_rows, limited_random_rows: that a batch of the memmaps updates, without and with MADV_RANDOM.
         limit_bytes: the memory limit; None: the state's bytes / 2.7.
@@ -58,6 +59,7 @@ class Scale:
     hidden_triples: int = 2048
     hidden_caches: tuple[float, ...] = (0.05, 0.10, 0.25)
     hidden_warm_draws: float = 20.0
+    hidden_rounds: int = 15
     limited_rows: int = 4_000_000
     limited_turnovers: float = 1.0
     limited_batches: int = 5
@@ -95,6 +97,7 @@ QUICK = Scale(
     hidden_rows=300_000,
     hidden_triples=1024,
     hidden_warm_draws=2.0,
+    hidden_rounds=7,
     limited_rows=2_000_000,
     limited_turnovers=0.5,
     limited_batches=3,

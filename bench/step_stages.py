@@ -221,7 +221,8 @@ class Stages:
         self, case: StepCase, disk: OnDisk, ram: InRam, draw: Callable[[], Batch], draws: Draws, warm_share: float
     ) -> None:
         """Warm up, then measure in turns: DSA, SparseAdam on the same batches, fio for the reads of as many steps."""
-        steps, rounds = self.scale.block_steps, self.scale.rounds
+        steps = self.scale.block_steps
+        rounds = self.scale.hidden_rounds if case.what == HIDDEN else self.scale.rounds
         warm = max(math.ceil(warm_share * case.table_rows / case.batch_rows), _BEYOND)
         first = [draw() for _ in range(4)]
         lead = disk.lead_steps(distinct_rows(first) / len(first))

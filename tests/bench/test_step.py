@@ -73,6 +73,7 @@ TINY = Scale(
     hidden_triples=16,
     hidden_caches=(0.10,),
     hidden_warm_draws=0.5,
+    hidden_rounds=3,
     limited_rows=4000,
     limited_turnovers=0.1,
     limited_batches=2,
@@ -402,7 +403,7 @@ def test_a_small_run_finds_every_ratio(
             assert ways == ({DSA: 2, RAM: 2, FIO: 2} if one["cache"] < 1 else {DSA: 2, RAM: 2})
             assert (one["misses_per_step"] > 0) == (one["cache"] < 1)
         elif one["what"] == HIDDEN:
-            assert ways == {DSA: 2, RAM: 2, FIO: 2, BOUND: 2}
+            assert ways == {DSA: 3, RAM: 3, FIO: 3, BOUND: 3}
             assert 0 < one["reference_misses_per_step"] < 64
         elif one["what"] == LARGE:
             assert ways == {DSA: 2, SMALL: 2}
