@@ -6,7 +6,7 @@ memmaps (gather, update, scatter; with and without MADV_RANDOM) in the same memo
 TransE step (forward and backward) to hide behind. fio gives what the device needs for the reads alone.
 
 Every row has been written before anything is measured, the log is being cleaned, and caches are warm. Ways take turns
-(5 rounds of each configuration, 15 of those with a TransE step; --quick: 3 and 7); before others have theirs, what DSA
+(5 rounds of each configuration, 11 of those with a TransE step; --quick: 3 and 7); before others have theirs, what DSA
 left to be written is written, and then steps that do not count make it write behind again. All in cache, the time of
 step() alone counts; else that of the whole loop.
 

@@ -59,7 +59,7 @@ class Scale:
     hidden_triples: int = 2048
     hidden_caches: tuple[float, ...] = (0.05, 0.10, 0.25)
     hidden_warm_draws: float = 20.0
-    hidden_rounds: int = 15
+    hidden_rounds: int = 11
     limited_rows: int = 4_000_000
     limited_turnovers: float = 1.0
     limited_batches: int = 5
