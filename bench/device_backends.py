@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,12 +111,24 @@ class Rig:
             raise OSError(outcome.errno, f"request {outcome.request} of a random write failed")
 
     def close(self) -> None:
-        """Close file, ring and backend."""
+        """End what an interrupt left running; close file, ring and backend."""
+        self._end_tasks()
         if self._ring is not None:
             self._ring.close()
         self._backend.close(self._file)
         self._backend.shut_down(3.0)
         self._loop.close()
+
+    def _end_tasks(self) -> None:
+        while left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            # An interrupt that a task was hit by comes out once more where that task was waited for.
+            with contextlib.suppress(KeyboardInterrupt):
+                self._run(_ended(left))
+            for task in left:
+                if task.done() and not task.cancelled():
+                    task.exception()  # or the task says that nobody asked for it
 
     def __enter__(self) -> Rig:
         return self
@@ -124,3 +137,7 @@ class Rig:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    await asyncio.wait(tasks)
