@@ -244,9 +244,13 @@ def main() -> None:
     parser.add_argument("--size", type=float, action="append", help="only caches of this share of the rows")
     parser.add_argument("--json", type=Path, help="write hits, accesses and ratios to this file")
     options = parser.parse_args()
+    if options.rows is not None and options.rows < 122:
+        parser.error(f"--rows must be at least 122 (a batch of one draw), got {options.rows}")
     n_rows = options.rows or (20_000 if options.quick else 1_000_000)
     batch = max(n_rows // 122, 1)
     sizes = options.size or ((0.05, 0.25) if options.quick else SHARES)
+    if not all(0 < size <= 1 for size in sizes):
+        parser.error(f"--size is a share of the rows, above 0 and at most 1, got {', '.join(map(str, sizes))}")
     console = Console(width=None if Console().is_terminal else 170)
     began = time.perf_counter()
     table = Table(title=f"hit rates: {n_rows:,} rows, batches of {batch:,} draws, seed {options.seed}")
@@ -255,7 +259,9 @@ def main() -> None:
     for trace in traces(options.seed, n_rows, batch, options.trace):
         accesses = int(trace.starts[-1] - trace.starts[trace.measured])
         for size in sizes:
-            n_frames = int(size * trace.n_rows)
+            n_frames, largest = int(size * trace.n_rows), int(np.diff(trace.starts).max())
+            if n_frames < largest:
+                parser.error(f"--size {size}: {n_frames} frames do not hold a batch of {trace.name!r}, {largest} rows")
             hits = replay(trace, n_frames, 4 if options.quick else 32)
             if not results:
                 for column in ("trace", "cache", *hits):

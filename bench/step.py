@@ -5,7 +5,8 @@ memmaps (gather, update, scatter; with and without MADV_RANDOM) in the same memo
 128 and of 1 M and 100 M rows of 16; uniform, Zipf 0.9 and 1.1; caches of 1 to 100 %; the optimizer alone, and with a
 TransE step (forward and backward) to hide behind. fio gives what the device needs for the reads alone.
 
-Every row has been written before anything is measured, the log is being cleaned, and caches are warm. Ways take turns
+Every row has been written before anything is measured, and caches are warm; the log is being cleaned where so much was
+written before (not with the large table all in use, nor everywhere with --quick). Ways take turns
 (5 rounds of each configuration, 11 of those with a TransE step; --quick: 3 and 7); before others have theirs, what DSA
 left to be written is written, and then steps that do not count make it write behind again. All in cache, the time of
 step() alone counts; else that of the whole loop.
@@ -75,6 +76,7 @@ def measure(scale: Scale, directory: Path, console: Console, **options: Any) -> 
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "fio": f"{stages.fio.version} {stages.fio.engine}" if stages.fio else None,
+        "scale": "quick" if scale is QUICK else "full",
         "rounds": scale.rounds,
         "hidden_rounds": scale.hidden_rounds,
         "seconds": round(time.perf_counter() - began),

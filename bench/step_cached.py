@@ -15,8 +15,11 @@ _FIXED_DRAWS = 256
 _UNCOUNTED = 5
 
 
-def rounds(scale: Scale, distribution: str, ram: InRam, exact: OnDisk, fast: OnDisk) -> list[StepCase]:
+def rounds(scale: Scale, distribution: str, depth: int, ram: InRam, exact: OnDisk, fast: OnDisk) -> list[StepCase]:
     """A case for each size of a batch; what counts is the time of step() alone.
+
+    So it is SparseAdam's with its sort of the look-ups, and DSA's without, which sorts where it announces: that is
+    among the parts of the time as "loader and announcing".
 
     With a frame for every row nothing is written behind before the disk is idle or a checkpoint comes.
 
@@ -28,14 +31,18 @@ def rounds(scale: Scale, distribution: str, ram: InRam, exact: OnDisk, fast: OnD
     found = [StepCase(CACHED, 8 * WIDTH, {}, rows, WIDTH, rows, size, distribution, steps=0) for size, _ in blocks]
     for number in range(scale.rounds):
         turns = [[draws.batch(size) for _ in range(steps + 1)] for size, steps in blocks]
+        beyond = [[draws.batch(size) for _ in range(depth)] for size, _ in blocks]
         ways: list[tuple[InRam | OnDisk, str]] = [(ram, RAM), (exact, DSA), (fast, FAST)]
         for trainer, way in ways[:: 1 if number % 2 else -1]:
             if isinstance(trainer, OnDisk):
-                trainer.train_on([batch for turn in turns for batch in turn])
-            for case, turn in zip(found, turns, strict=True):
+                trainer.train_on(
+                    [batch for block in zip(turns, beyond, strict=True) for part in block for batch in part]
+                )
+            for case, turn, rest in zip(found, turns, beyond, strict=True):
                 if isinstance(trainer, OnDisk):
                     trainer.take(1)
-                    taken = trainer.take(len(turn) - 1)
+                    taken = trainer.take(len(turn) - 1)  # each step announces a batch of the same size
+                    trainer.take(len(rest))
                 else:
                     trainer.take(turn[:1])
                     taken = trainer.take(turn[1:])

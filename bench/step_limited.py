@@ -24,6 +24,7 @@ from bench.device_memmap import Numbers, fill_memory, open_moments
 from bench.ram import peak_bytes
 from bench.step_training import Alone, OnDisk
 from bench.step_workload import Batch, Draws, distinct_rows
+from dsa.optim.lookahead import MOST_AHEAD
 
 OPTIMIZERS = ("dsa", "memmap", "memmap-random")
 MOMENT_FILES = ("exp_avg", "exp_avg_sq")
@@ -84,7 +85,8 @@ def run_dsa(work: Alone, options: argparse.Namespace, draws: Draws, batches: Seq
     with OnDisk(work, options.directory / "dsa", options.cache / rows, backend=options.backend) as disk:
         disk.fill()
         warm = math.ceil(options.turnovers * rows / options.batch_rows) + 2
-        disk.train_on([*(draws.batch(options.batch_rows) for _ in range(warm)), *batches])
+        first, beyond = ([draws.batch(options.batch_rows) for _ in range(count)] for count in (warm, MOST_AHEAD + 1))
+        disk.train_on([*first, *batches, *beyond])
         disk.take(warm)
         return [disk.take(options.turn).loop_s for _ in range(len(batches) // options.turn)]
 

@@ -22,10 +22,10 @@ SMALL = "dsa, small table"
 PARTS = ("loader and announcing", "model", "gradient", "wait", "update", "commit", "rest of step()")
 
 TARGETS = (
-    Target("cached_vs_ram_256", 1.0, False, "all in cache, 256 rows, rate over SparseAdam's in RAM"),
-    Target("cached_vs_ram_8192", 3.0, False, "all in cache, 8,192 rows, rate over SparseAdam's in RAM"),
-    Target("cached_vs_ram_65536", 3.0, False, "all in cache, 65,536 rows, rate over SparseAdam's in RAM"),
-    Target("fast_vs_ram_8192", 4.0, False, "all in cache, 8,192 rows, fast kernel, rate over SparseAdam's in RAM"),
+    Target("cached_vs_ram_256", 1.0, False, "all in cache, 256 rows, rate of step() over SparseAdam's in RAM"),
+    Target("cached_vs_ram_8192", 3.0, False, "all in cache, 8,192 rows, rate of step() over SparseAdam's in RAM"),
+    Target("cached_vs_ram_65536", 3.0, False, "all in cache, 65,536 rows, rate of step() over SparseAdam's in RAM"),
+    Target("fast_vs_ram_8192", 4.0, False, "all in cache, 8,192 rows, fast kernel, rate of step() over SparseAdam's"),
     Target("uniform_vs_fio_reads", 1.3, True, "uniform, cache 10 %, alone, time over fio's for the missing rows"),
     Target("hidden_step_vs_bound", 1.15, True, "TransE step, time over the larger of RAM's and fio's"),
     Target("vs_memmap_limited", 50.0, False, "in limited memory, rate over a memmap's"),

@@ -177,7 +177,7 @@ class Stages:
             for trainer in (ram, exact, fast):
                 trainer.fill()
             for distribution in distributions:
-                self.cases += step_cached.rounds(self.scale, distribution, ram, exact, fast)
+                self.cases += step_cached.rounds(self.scale, distribution, _CACHED_DEPTH, ram, exact, fast)
             if rows == self.scale.cached[-1][0]:
                 self.fixed_step_s = step_cached.fixed(exact, self.scale.fixed_steps, self.scale.busy_steps)
 

@@ -102,9 +102,9 @@ def touched(n_rows: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Turn:
-    """Some steps: distinct rows, wall seconds of the loop, those in `step()`, those in the model."""
+    """Some steps: their batches, wall seconds of the loop, those in `step()`, those in the model."""
 
-    rows: int
+    batches: Sequence[Batch]
     loop_s: float
     step_s: float
     model_s: float
@@ -113,6 +113,11 @@ class Turn:
     wait_s: float = 0.0
     update_s: float = 0.0
     commit_s: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Distinct rows of the batches; counted when asked for, so that what is measured next need not wait for it."""
+        return distinct_rows(self.batches)
 
     def parts_s(self) -> dict[str, float]:
         """Where the time went, by the names of step_samples.PARTS."""
@@ -144,7 +149,7 @@ def take_steps(work: Work, optimizer: torch.optim.Optimizer, batches: Iterator[B
         step_s += after - between
         taken.append(batch)
     loop_s = time.perf_counter() - began
-    return Turn(distinct_rows(taken), loop_s, step_s, model_s)
+    return Turn(taken, loop_s, step_s, model_s)
 
 
 class InRam:
@@ -295,7 +300,7 @@ def frame_bytes(width: int) -> int:
 
 def _with_figures(turn: Turn, before: Statistics, after: Statistics) -> Turn:
     return Turn(
-        turn.rows,
+        turn.batches,
         turn.loop_s,
         turn.step_s,
         turn.model_s,

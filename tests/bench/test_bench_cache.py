@@ -112,3 +112,24 @@ def test_the_command_writes_hits_and_ratios(tmp_path: Path, monkeypatch: pytest.
     written = json.loads(out.read_text())
     assert [result["frames"] for result in written["results"]] == [30, 150]
     assert set(written["ratios"]) == {"none_vs_best", "known64_vs_reference"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--size", "0"], "--size is a share of the rows"),
+        (["--size", "1.5"], "--size is a share of the rows"),
+        (["--size", "nan"], "--size is a share of the rows"),
+        (["--size", "0.001", "--trace", "uniform"], "--size 0.001: 20 frames do not hold a batch of 'uniform'"),
+        (["--rows", "0"], "--rows must be at least 122"),
+        (["--rows", "-5"], "--rows must be at least 122"),
+        (["--trace", "no such trace"], "no trace is called no such trace"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    given: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.cache", "--quick", *given])
+    with pytest.raises(SystemExit, match="2"):
+        cache.main()
+    assert says in capsys.readouterr().err
