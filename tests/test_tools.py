@@ -114,6 +114,15 @@ def test_repr_and_hooks_and_profiler_hooks_of_torch(tmp_path: Path) -> None:
         assert model.emb.weight.grad is not None
 
 
+def test_the_profiler_of_torch_shows_each_stage_by_name(tmp_path: Path) -> None:
+    model = Model()
+    with optimizer(model, tmp_path / "s") as opt:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(model, opt, 2)
+        stages = {event.key for event in profile.key_averages() if event.key.startswith("dsa::")}
+        assert stages == {"dsa::gradient", "dsa::wait", "dsa::update", "dsa::commit"}
+
+
 def test_gradient_scaler_steps_it(tmp_path: Path) -> None:
     model = Model()
     with optimizer(model, tmp_path / "s") as opt:

@@ -132,7 +132,7 @@ class Stepping:
     def _commit(self, updated: Updated) -> None:
         """What a step has updated is done: others may have its frames."""
         began = time.perf_counter()
-        with self._pipeline.access as books:
+        with self.stage("dsa::commit"), self._pipeline.access as books:
             for piece, positions in updated:
                 books.commit(piece, positions)
         self.commit_s += time.perf_counter() - began
@@ -170,7 +170,7 @@ class Stepping:
                     "are mixed; load_state_dict() a checkpoint together with the model, or close() and resume"
                 )
             )
-        with pipeline.access as books:
+        with self.stage("dsa::commit"), pipeline.access as books:
             books.end_step()
             pipeline.moved_on_locked(books)
         self.commit_s += time.perf_counter() - began

@@ -43,8 +43,9 @@ class DiskSparseAdam(Optimizer):
     A step updates exactly the rows that the sparse gradient holds, in SparseAdam's order of operations (Kingma and
     Ba, "Adam: A Method for Stochastic Optimization", as torch.optim.SparseAdam applies it to sparse gradients), so
     that weights and moments are the same to the last bit, whatever the cache, the announcements or the backend (with
-    `kernel="fast"` weights may differ by 1 ulp a step). Parameters in bf16 and fp16 have moments in fp32: their numbers
-    are those of SparseAdam on fp32 copies of weights and gradients, the weights rounded after each step.
+    `kernel="fast"` weights may differ a step by 1 ulp of weight or change). Parameters in bf16 and fp16 have moments in
+    fp32: their numbers are those of SparseAdam on fp32 copies of weights and gradients, the weights rounded after each
+    step.
 
     Args:
         params: parameters, (name, parameter) pairs as `model.named_parameters()` gives them, or groups of either;
