@@ -15,7 +15,7 @@ from parity_rig import sparse
 from torch import Tensor, nn
 
 from dsa import DiskSparseAdam
-from dsa.errors import ConfigError, MismatchError, UsageError
+from dsa.errors import ClosedError, ConfigError, MismatchError, UsageError
 from dsa.io.access import Access
 
 ROWS, WIDTH = 20, 4
@@ -264,3 +264,138 @@ def test_the_cache_that_a_warning_advises_is_enough(tmp_path: Path, cache: int) 
     advised = int(str(told[0].message).split("cache=")[1].split()[0])
     with DiskSparseAdam([("emb", table())], state_dir=tmp_path / "advised", cache=advised) as optimizer:
         step(optimizer, rows)  # a warning is an error here
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _foreign(*steps: int) -> dict[str, Any]:
+    """A state dict of SparseAdam for two tables, after so many steps of each."""
+    params = [table(), table()]
+    theirs = torch.optim.SparseAdam(params)
+    for param, count in zip(params, steps, strict=True):
+        for _ in range(count):
+            param.grad = sparse((3, 4), torch.ones(2, WIDTH), param.shape)
+            theirs.step()
+            param.grad = None
+    return theirs.state_dict()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_state_dict_taken_over_in_part_is_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    params = [table(), table()]
+    named = list(zip("ab", params, strict=True))
+    optimizer = DiskSparseAdam(named, state_dir=tmp_path)
+    step(optimizer)
+    optimizer.checkpoint()
+    before = optimizer.export_state_dict()
+    foreign = _foreign(2, 3)
+
+    def break_off() -> None:
+        engine = optimizer._books.engine
+        write = engine.overwrite
+
+        def broken(number: int, *rest: Any) -> None:
+            if number == 1:
+                raise error("in the second table")
+            write(number, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "overwrite", broken)
+            with pytest.raises(error):
+                optimizer.load_state_dict(foreign)
+
+    break_off()
+    for call in (lambda: step(optimizer), optimizer.checkpoint, optimizer.state_dict, optimizer.close):
+        with pytest.raises(
+            UsageError, match=rf"{error.__name__} \(in the second table\) came while the moments in .* pa"
+        ):
+            call()
+    with DiskSparseAdam(named, state_dir=tmp_path, existing="resume") as optimizer:
+        assert str(optimizer.export_state_dict()) == str(before)
+        break_off()
+        optimizer.load_state_dict(foreign)  # all of it is replaced: that mends it
+        taken = optimizer.export_state_dict()
+        assert taken is not None
+        assert str(taken["state"]) == str(foreign["state"])
+        step(optimizer)
+
+
+def test_a_failure_is_not_forgotten_where_nothing_was_loaded_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    param = table()
+    optimizer = DiskSparseAdam([("emb", param)], state_dir=tmp_path)
+    step(optimizer)
+    state_dict, weights = optimizer.state_dict(), param.detach().clone()
+    step(optimizer)
+    pipeline = optimizer._books.engine._pipeline
+    pipeline.latch.note(UsageError("weights and moments are mixed"))
+    gone = {**state_dict, "state": {0: {**state_dict["state"][0], "generation": 99}}}
+    with pytest.raises(MismatchError, match="generation 99 is not there"):
+        optimizer.load_state_dict(gone)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "await_quiet", interrupted)
+        for wanted in (state_dict, _foreign(1, 0) | {"param_groups": state_dict["param_groups"]}):
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(wanted)
+    for call in (lambda: step(optimizer), optimizer.checkpoint):
+        with pytest.raises(UsageError, match="weights and moments are mixed"):
+            call()
+    param.data.copy_(weights)
+    optimizer.load_state_dict(state_dict)
+    step(optimizer)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("where", ["loop", "backend", "_let_go"])
+def test_an_end_that_is_interrupted_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    optimizer = DiskSparseAdam([("emb", table())], state_dir=tmp_path)
+    step(optimizer)
+    pipeline = optimizer._books.engine._pipeline
+    owner, name = {
+        "loop": (pipeline.loop, "stop"),
+        "backend": (pipeline.backend, "shut_down"),
+        "_let_go": (pipeline.directory, "unlock"),
+    }[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+    with pytest.raises(ClosedError):
+        step(optimizer)
+    optimizer.close()
+    optimizer.close()
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path, existing="resume") as again:
+        assert again.state[again.param_groups[0]["params"][0]]["step"] == 1
+
+
+def test_a_close_that_is_interrupted_before_it_has_committed_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = DiskSparseAdam([("emb", table())], state_dir=tmp_path)
+    step(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._books.engine, "checkpoint", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+    optimizer.close()
+    with DiskSparseAdam([("emb", table())], state_dir=tmp_path, existing="resume") as again:
+        assert again.state[again.param_groups[0]["params"][0]]["step"] == 1
+
+
+def test_a_generation_that_close_made_counts_once_it_has_been_loaded_by_its_number(tmp_path: Path) -> None:
+    param = table()
+    with DiskSparseAdam([("emb", param)], state_dir=tmp_path) as optimizer:
+        step(optimizer)
+    saved = optimizer.state_dict()
+    with DiskSparseAdam([("emb", param)], state_dir=tmp_path) as optimizer:
+        optimizer.load_state_dict(saved)
+        step(optimizer)
+        optimizer.checkpoint()
+        assert optimizer.generations() == (1, 2)
+        optimizer.load_state_dict(saved)
+        assert optimizer.state[param]["step"] == 1

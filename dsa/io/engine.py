@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -290,12 +290,18 @@ class Engine:
             self.check_open_or_failed()
             self._state.load(number)
 
-    def reset_tables(self) -> None:
-        """Make every row of every table one that was never written, with step count 0."""
+    @contextmanager
+    def replacing_all(self) -> Iterator[None]:
+        """Inside, every row of every table is one that was never written, with step count 0, and is to be written anew.
+
+        What is broken off inside has left half a state: every later call raises, until all of it is replaced again, or
+        a generation is loaded.
+        """
         with self._public:
-            self.check_open()
+            self.check_open_or_failed()
             self._state.check_decided()
-            self._state.reset_tables()
+            with self._state.replacing_all():
+                yield
 
     def set_steps(self, table: int, steps: int) -> None:
         """Set a parameter's step count."""
@@ -352,16 +358,17 @@ class Engine:
     def close(self) -> None:
         """End everything; what was handed out is written down, nothing is committed. Idempotent.
 
+        What an interrupt has cut short is done when it is called again, or when the engine is collected.
+
         Raises:
             DeviceError: it could not be written down; everything is ended all the same.
         """
         self._pipeline.raise_if_forked()
         with self._public:
-            if not self.closed:
-                self.closed = True
-                self._finalizer.detach()
-                try:
-                    if self._pipeline.latch.failure is None and self._pipeline.generations is not None:
-                        self._pipeline.run(self._pipeline.generations.settle())
-                finally:
-                    self._pipeline.stop()
+            again, self.closed = self.closed, True
+            try:
+                if not again and self._pipeline.latch.failure is None and self._pipeline.generations is not None:
+                    self._pipeline.run(self._pipeline.generations.settle())
+            finally:
+                self._pipeline.stop()
+            self._finalizer.detach()

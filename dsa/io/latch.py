@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dsa.errors import StateFileError, UsageError
 
@@ -41,15 +43,25 @@ class Latch:
         if self.failure is not None:
             raise _without_traceback(self.failure)
 
-    def recover(self) -> None:
-        """Forget a failure that a generation loaded over it mends: an interrupt, or a record that was damaged.
+    @contextmanager
+    def recovered(self) -> Iterator[None]:
+        """Inside, a failure that a whole state put over it mends is forgotten: an interrupt, or a damaged record.
+
+        It is back where that comes to nothing and leaves no failure of its own.
 
         Raises:
             DsaError: the failure was the disk's: no retry after a failed write or sync (rule 10).
         """
+        before = self.failure, self._mendable
         if not (self._mendable or isinstance(self.failure, (UsageError, StateFileError))):
             self.raise_failure()
-        self.failure, self._mendable = None, False
+        try:
+            self.failure, self._mendable = None, False
+            yield
+        except BaseException:
+            if self.failure is None:
+                self.failure, self._mendable = before
+            raise
 
 
 def _without_traceback(error: BaseException) -> BaseException:

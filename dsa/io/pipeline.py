@@ -267,23 +267,27 @@ class Pipeline:
     # The end.
 
     def stop(self) -> None:
-        """End the loop and the I/O threads, close files, unlock; whatever is stuck in the system is left behind."""
+        """End the loop and the I/O threads, close files, unlock; whatever is stuck in the system is left behind.
+
+        What an interrupt has cut short is done when it is called again.
+        """
         if self._stopped or os.getpid() != self.pid:
             return
-        self._stopped = True
         self.access.let_go()
         _alive.discard(self)
         for staging in self.stagings:
             staging.stop(STOP_TIMEOUT_S)
         ended = self.loop.stop(STOP_TIMEOUT_S)
         self.backend.shut_down(STOP_TIMEOUT_S)
-        if isinstance(self.latch.failure, DeviceError) and self.latch.failure.errno == errno.ETIMEDOUT:
-            return  # what is stuck in the device may still be written: nobody else owns the directory in this process
-        if ended:
+        failure = self.latch.failure
+        if isinstance(failure, DeviceError) and failure.errno == errno.ETIMEDOUT:
+            pass  # what is stuck in the device may still be written: nobody else owns the directory in this process
+        elif ended:
             self._let_go()
-            return
-        with contextlib.suppress(RuntimeError):  # no new threads: the interpreter ends, and everything with it
-            threading.Thread(target=self._let_go_late, name="dsa-end", daemon=True).start()
+        else:
+            with contextlib.suppress(RuntimeError):  # no new threads: the interpreter ends, and everything with it
+                threading.Thread(target=self._let_go_late, name="dsa-end", daemon=True).start()
+        self._stopped = True
 
     def _let_go(self) -> None:
         for table in self.books.tables:

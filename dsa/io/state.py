@@ -265,23 +265,42 @@ class State:
 
     def load(self, number: int) -> None:
         """Go back (or on) to a generation; a failure of this process's engine is forgotten with the state it spoilt."""
-        if self._pipeline.latch.failure is not None:
-            self._pipeline.latch.recover()
-        elif self.decided and number == self.generation and self.steps_since_commit == 0:
-            return
-        self.adopt(number)
+        latch, generations = self._pipeline.latch, self._pipeline.generations
+        there = self.decided and number == self.generation and self.steps_since_commit == 0
+        if latch.failure is not None or not there:
+            with latch.recovered():
+                self.adopt(number)
+        if generations is not None:
+            generations.hand_out(number)  # whoever asks for it has its number, also of one that close() made
 
-    def reset_tables(self) -> None:
-        """Make every row of every table one that was never written, with step count 0."""
-        self.stand_still()
+    @contextmanager
+    def replacing_all(self) -> Iterator[None]:
+        """Inside, every row of every table is one that was never written, with step count 0, and is to be written anew.
+
+        What is broken off inside has left half a state: every later call raises, until a generation is loaded or all of
+        it is replaced again.
+        """
         pipeline = self._pipeline
-        try:
-            with pipeline.access as books:
-                books.reset()
-                for table in books.tables:
-                    table.step = 0
-                    table.segments.clear(books.next_ticket)
-        finally:
-            with pipeline.access as books:
-                books.frozen = False
-        self.uncommitted(self.steps_since_commit + 1)
+        with pipeline.latch.recovered():
+            self.stand_still()
+            try:
+                try:
+                    with pipeline.access as books:
+                        books.reset()
+                        for table in books.tables:
+                            table.step = 0
+                            table.segments.clear(books.next_ticket)
+                finally:
+                    with pipeline.access as books:
+                        books.frozen = False
+                self.uncommitted(self.steps_since_commit + 1)
+                yield
+            except BaseException as error:
+                pipeline.latch.note(
+                    UsageError(
+                        f"{type(error).__name__} ({error}) came while the moments in {self.path} were replaced by "
+                        "those of a state dict: they are partly these; load_state_dict() that one again, or a "
+                        "checkpoint together with the model, or close() and resume"
+                    )
+                )
+                raise

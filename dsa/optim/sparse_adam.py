@@ -341,6 +341,8 @@ class DiskSparseAdam(Optimizer):
     def close(self) -> None:
         """Commit what steps did since the last checkpoint, and end everything; again and again, if need be.
 
+        An interrupt that comes before it was all committed ends nothing: call it again.
+
         Raises:
             DsaError: what had failed in the background; everything is ended all the same, and nothing was committed.
         """
@@ -348,16 +350,16 @@ class DiskSparseAdam(Optimizer):
 
     def _close(self, *, commit: bool) -> None:
         books = self._books
-        if books.engine.closed:
-            return
-        try:
-            if commit:
+        if commit and not books.engine.closed:
+            try:
                 books.engine.check_open()
                 if books.engine.decided:
                     books.engine.checkpoint(books.fingerprints(), counted=False)
                     self._refresh_state()
-        finally:
-            books.engine.close()
+            except Exception:
+                books.engine.close()
+                raise
+        books.engine.close()
 
     def __enter__(self) -> DiskSparseAdam:
         self._books.engine.check_open_or_failed()

@@ -144,13 +144,13 @@ def _take_over(engine: Engine, tables: TableDirectory, state: Mapping[Any, Mappi
             raise MismatchError(f"the moments of {table.name!r} have different shapes ({shapes}); it is damaged")
     if not entries and engine.steps_since_commit == 0 and all(engine.steps_of(t.number) == 0 for t in tables.tables):
         return
-    engine.reset_tables()
-    for number, entry in entries.items():
-        table = tables.tables[number]
-        engine.set_steps(number, int(entry["step"]))
-        moments = [entry[name].detach() for name in _FIELDS]
-        for first, last in _chunks(engine, table, len(moments[0])):
-            _write(engine, table, first, [part[first:last] for part in moments])
+    with engine.replacing_all():
+        for number, entry in entries.items():
+            table = tables.tables[number]
+            engine.set_steps(number, int(entry["step"]))
+            moments = [entry[name].detach() for name in _FIELDS]
+            for first, last in _chunks(engine, table, len(moments[0])):
+                _write(engine, table, first, [part[first:last] for part in moments])
 
 
 def _check_shape(engine: Engine, table: Table, name: str, shape: tuple[int, ...]) -> None:
