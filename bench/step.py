@@ -7,9 +7,9 @@ TransE step (forward and backward) to hide behind. fio gives what the device nee
 
 Every row has been written before anything is measured, and caches are warm; the log is being cleaned where so much was
 written before (not with the large table all in use, nor everywhere with --quick). Ways take turns (5 rounds of each
-configuration, 11 of those with a TransE step; --quick: 3 and 7). Before others have theirs, DSA's device is left to come
-to rest, what is dirty staying so, and afterwards steps that do not count make it write behind again. All in cache, the
-time of step() alone counts; else that of the whole loop.
+configuration, 11 of those with a TransE step; --quick: 3 and 7). Before others have theirs, DSA's device is left to
+come to rest, what is dirty staying so, and afterwards steps that do not count make it write behind again. All in cache,
+the time of step() alone counts; else that of the whole loop.
 
 Takes up to 30 GB below --dir (--quick: 8 GB) and 16 GB of memory (--quick: 9 GB); what does not fit into memory, or
 needs fio or a memory cgroup where they are missing, is left out with a line that says so. The optimizers in limited
